@@ -1,0 +1,1 @@
+"""tinyllm: a course in code, and the libraries that it builds."""

@@ -1,0 +1,45 @@
+"""Collectives over Python processes.
+
+    train -> dist (this face) -> {tcp, shm, algorithms} -> comm -> {port, arrays, launch} -> ...
+
+    comm        the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
+      arrays      what arrays and out= may be
+      port        one rank's side of the mesh: links, numbering, header check
+        link        one duplex byte channel to one peer
+        frame       the header of every message
+      preflight   what can be said before anything starts
+      launch      start processes, wait for any, end them
+        child       what a rank's process does
+        mailbox     the private channel between parent and rank
+        verdict     what went wrong, in words
+      board       who is in which operation, in shared memory
+    errors      every error class
+
+The import rule: a module imports only from below itself in this list, and nobody outside imports
+anything but this face and ``tinyllm.dist.comm``.  A test walks the imports.
+"""
+
+from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh, spawn
+from tinyllm.dist.errors import (
+    CommError,
+    CommTimeout,
+    DesyncError,
+    FrameError,
+    PeerLost,
+    RankDied,
+    RankError,
+)
+
+__all__ = [
+    "Comm",
+    "CommError",
+    "CommTimeout",
+    "DesyncError",
+    "FrameError",
+    "PeerLost",
+    "RankDied",
+    "RankError",
+    "chunk_bounds",
+    "pipe_mesh",
+    "spawn",
+]

@@ -1,0 +1,128 @@
+"""What a rank's process does: take its function from the parent, run it, ship what came of it.
+
+An exception of the user's never travels as an object, since many do not survive pickle: its traceback
+does, as text.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from tinyllm.dist import board as boards
+from tinyllm.dist import mailbox
+from tinyllm.dist.board import Board
+from tinyllm.dist.errors import CommError, PeerLost
+from tinyllm.dist.mailbox import Failure
+
+TEXT_LIMIT = 64 * 1024  # characters of a traceback that travel
+
+
+class Endpoint(Protocol):
+    """One rank's part of a mesh, as it travels to its process."""
+
+    def open(self, board: Board) -> Any:
+        """In the rank's process: that rank's Comm."""
+
+    def close(self) -> None:
+        """In the parent, once the rank has started: let go of what is not the parent's."""
+
+
+def main(rank: int, control: Connection, endpoint: Endpoint, board: Board) -> None:
+    """The rank's whole life."""
+    leave_with_parent()
+    parent = mailbox.RankSide(control)
+    slot = board.slot(rank)
+    try:
+        fn, args = pickle.loads(parent.read_job())
+        parent.ship(mailbox.STARTED)
+        comm = endpoint.open(board)
+        slot.mark(boards.RUNNING)
+        value = fn(comm, *args)
+        slot.mark(boards.RETURNED)
+        kind, payload = mailbox.RETURNED, _pickled_result(value)
+    except BaseException as error:
+        kind, payload = mailbox.RAISED, pickle.dumps(_failure(error))
+    parent.ship(kind, payload)
+
+
+def leave_with_parent() -> None:
+    """See to it that this process, and what it starts, ends when the parent ends, however it ends.
+
+    The rank leads a process group of its own, which the parent (or the kernel) kills as a whole, and
+    which keeps Ctrl-C to the parent.  multiprocessing gives every child a pipe that closes when the
+    parent is gone.  Linux can turn that into a SIGKILL, with no thread and whatever the rank is doing;
+    elsewhere a thread waits for it.
+    """
+    os.setpgid(0, 0)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    lifeline = parent.sentinel
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([lifeline], [], [], 0)[0]:  # it was gone before we asked
+            _end_group()
+    else:
+        threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
+
+
+def _watch(lifeline: int) -> None:
+    select.select([lifeline], [], [])
+    _end_group()
+
+
+def _end_group() -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def _pickled_result(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"the result, a {type(value).__name__}, cannot be sent to the parent: {error}"
+        ) from error
+
+
+def _failure(error: BaseException) -> Failure:
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next  # without our own frame
+    text = "".join(traceback.format_exception(error))
+    return Failure(
+        headline=_cut("".join(traceback.format_exception_only(error)).strip(), TEXT_LIMIT // 8),
+        traceback_text=_cut(text, TEXT_LIMIT),
+        secondary=_has_peer_lost(error),
+        exited=not isinstance(error, Exception),
+        error=error if isinstance(error, CommError) and _is_ours(error) else None,
+    )
+
+
+def _is_ours(error: CommError) -> bool:
+    return type(error).__module__ == CommError.__module__  # not a subclass of the user's
+
+
+def _has_peer_lost(error: BaseException) -> bool:
+    """``raise KeyError from peer_lost`` is as much a consequence as the PeerLost itself."""
+    chain: list[BaseException] = [error]
+    for link in chain:
+        for earlier in (link.__cause__, link.__context__):
+            if earlier is not None and not any(earlier is known for known in chain):
+                chain.append(earlier)
+    return any(isinstance(link, PeerLost) for link in chain)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters left out ...\n{text[-half:]}"

@@ -1,0 +1,278 @@
+"""Collectives over processes: chapter L11.2 in code.
+
+``spawn(fn, p)`` starts p processes and joins each pair of them by a pipe.  In each process a ``Comm``
+knows its own number, the *rank*, and the number of all, the *world*.  Processes share no objects:
+every byte moves through a pipe, and ``bytes_sent`` counts it.
+
+An all-reduce gives every rank the sum of all ranks' arrays.  On a ring it is two walks of p - 1 steps,
+each step moving one chunk of n/p entries to the right:
+
+    reduce-scatter   every rank adds its part to the chunk that passes; rank r ends with chunk r summed
+    all-gather       the finished chunks walk on until everyone has them all
+
+so that each rank sends 2 (p - 1)/p · n entries, whatever p is: no all-reduce can send less
+(Patarasuk and Yuan, JPDC 2009).
+
+What is not in the chapter stands beside this file: how messages travel (port), what arrays may be
+(arrays), what the parent does with processes (launch).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import combinations, pairwise
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tinyllm.dist import arrays, launch, preflight
+from tinyllm.dist.board import Board
+from tinyllm.dist.child import Endpoint
+from tinyllm.dist.port import Port
+
+Array = NDArray[Any]
+T = TypeVar("T")
+
+
+def chunk_bounds(n: int, world: int) -> list[tuple[int, int]]:
+    """Where each rank's chunk of ``n`` entries begins and ends: ``[(start, stop), ...]``.
+
+    The sizes are numpy.array_split's: the first ``n % world`` chunks are one entry larger.
+    ValueError for n < 0 or world < 1, TypeError for what is no integer.
+    """
+    n = preflight.whole_number("chunk_bounds: n", n, at_least=0)
+    world = preflight.whole_number("chunk_bounds: world", world, at_least=1)
+    size, larger = divmod(n, world)
+    edges = [rank * size + min(rank, larger) for rank in range(world + 1)]
+    return list(pairwise(edges))
+
+
+_bounds = lru_cache(maxsize=256)(chunk_bounds)  # training repeats a few sizes
+
+class Comm:
+    """One rank's place in the world; every collective is called by all ranks, in the same order.
+
+    Results are fresh, writable arrays (or ``out=``, where given), the same bits on every rank;
+    inputs stay as they are.  ``bytes_sent`` counts the payload bytes that this rank sent.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self.rank = port.rank
+        self.world = port.world
+        self.bytes_sent = 0
+        self._port = port
+        self._left = (self.rank - 1) % self.world
+        self._right = (self.rank + 1) % self.world
+
+    # -- between two ranks -----------------------------------------------------------------------
+
+    def send(self, x: ArrayLike, dst: int) -> None:
+        """Send a copy of ``x`` (any number dtype and shape) to rank ``dst``: x.nbytes bytes.
+
+        Returns once the pipe has taken all of it: a pipe holds some 200 KB on Linux, and beyond
+        that ``dst`` has to receive.  ValueError where ``dst`` is no other rank.
+        """
+        self._check_rank("send: dst", dst, other=True)
+        x = arrays.numeric(x, "send")
+        with self._port.operation("send", x, root=dst):
+            self._send(dst, x)
+
+    def recv(self, src: int) -> Array:
+        """Wait for the next array from rank ``src``; the arrays of one sender arrive in order."""
+        self._check_rank("recv: src", src, other=True)
+        with self._port.operation("recv", root=src):
+            return self._port.receive(src)
+
+    def _send(self, dst: int, x: Array) -> None:
+        self._port.send(dst, x)
+        self.bytes_sent += x.nbytes
+
+    # -- the ring --------------------------------------------------------------------------------
+    #
+    #      0 ---> 1      Chunk j starts at rank j + 1.  Every rank adds its own part and passes the
+    #      ^      |      partial sum to the right; after p - 1 steps the sum of chunk j is complete
+    #      |      v      at rank j, which owns it.
+    #      3 <--- 2
+    #                    reduce-scatter, step s: rank r sends chunk r - s - 1, receives r - s - 2
+    #                    all-gather,     step s: rank r sends chunk r - s,     receives r - s - 1
+    #
+    # Sums are taken in ring order, not in rank order: they equal numpy.sum to rounding.  But each
+    # chunk is summed once and then copied, so that all ranks hold the same bits.
+
+    def _exchange(self, outgoing: Array, into: Array | None, add: Array | None = None) -> Array:
+        """One step of a ring: ``outgoing`` to the right, and what comes from the left (+ ``add``).
+
+        If all ranks sent first, each would wait for its right neighbour to receive, as soon as a
+        message outgrows the pipe.  So odd ranks receive first; rank 1 is always one of them.
+        """
+        if self.rank % 2 == 0:
+            self._send(self._right, outgoing)
+            return self._port.receive(self._left, into, add)
+        incoming = self._port.receive(self._left, into, add)
+        self._send(self._right, outgoing)
+        return incoming
+
+    def _reduce_ring(self, mine: list[Array], total: list[Array]) -> None:
+        """Make ``total[rank]`` the sum of all ranks' ``mine[rank]``; the rest of it is scratch."""
+        for step in range(self.world - 1):
+            send_chunk = (self.rank - step - 1) % self.world
+            recv_chunk = (self.rank - step - 2) % self.world
+            outgoing = total[send_chunk] if step else mine[send_chunk]
+            self._exchange(outgoing, total[recv_chunk], add=mine[recv_chunk])
+        if self.world == 1:
+            total[0][:] = mine[0]
+
+    def _gather_ring(self, chunks: list[Array]) -> None:
+        """Fill ``chunks`` with those of the other ranks; this rank's own is there."""
+        for step in range(self.world - 1):
+            send_chunk = (self.rank - step) % self.world
+            recv_chunk = (self.rank - step - 1) % self.world
+            chunks[recv_chunk] = self._exchange(chunks[send_chunk], chunks[recv_chunk])
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def reduce_scatter(self, x: ArrayLike, *, out: Array | None = None) -> Array:
+        """Return chunk ``rank`` of the flat sum of all ranks' ``x``, 1-d.
+
+        p - 1 steps; sends all of x but one chunk, about (p - 1)/p · x.nbytes bytes.
+        """
+        x = arrays.reducible(x, "reduce_scatter")
+        mine, total = self._chunks(x), self._chunks(np.empty_like(x))
+        result = arrays.result("reduce_scatter", mine[self.rank].shape, x.dtype, out)
+        total[self.rank] = result
+        with self._port.operation("reduce_scatter", x, redop="sum"):
+            self._reduce_ring(mine, total)
+        return arrays.delivered(result, out)
+
+    def all_gather(self, x: ArrayLike, *, out: Array | None = None) -> Array:
+        """Return all ranks' ``x``, each flat, one after the other in rank order, 1-d.
+
+        The sizes may differ from rank to rank.  p - 1 steps; sends every rank's chunk but that of
+        the right neighbour.
+        """
+        x = arrays.numeric(x, "all_gather")
+        chunks: list[Any] = [None] * self.world
+        chunks[self.rank] = x.reshape(-1)
+        with self._port.operation("all_gather", x):
+            self._gather_ring(chunks)
+        result = arrays.result("all_gather", (sum(c.size for c in chunks),), x.dtype, out)
+        return arrays.delivered(np.concatenate(chunks, out=result), out)
+
+    def all_reduce(self, x: ArrayLike, op: str = "sum", *, out: Array | None = None) -> Array:
+        """Return the sum or mean of all ranks' ``x``, in x's shape and dtype.
+
+        A reduce-scatter and an all-gather: 2 (p - 1) steps, 2 (p - 1)/p · x.nbytes bytes sent.
+        ``out`` may be ``x`` itself.  "mean" divides first, so that a mean that fits does not
+        overflow on the way; it wants floats, TypeError otherwise.
+        """
+        x = arrays.reducible(x, "all_reduce", op)
+        result = arrays.result("all_reduce", x.shape, x.dtype, out)
+        x = arrays.apart(x, result)
+        with self._port.operation("all_reduce", x, redop=op):
+            if op == "mean":
+                x = np.divide(x, self.world, out=result)
+            total = self._chunks(result)
+            self._reduce_ring(self._chunks(x), total)
+            self._gather_ring(total)
+        return arrays.delivered(result, out)
+
+    def broadcast(self, x: ArrayLike | None, src: int, *, out: Array | None = None) -> Array:
+        """Return rank ``src``'s ``x``; the other ranks pass None, or an array of its shape and dtype.
+
+        It walks the ring from ``src`` to the rank just before it: p - 1 steps, x.nbytes bytes sent
+        by each rank but the last.
+        """
+        self._check_rank("broadcast: src", src)
+        known: Any = x  # None: this rank learns shape and dtype from the message
+        if x is not None or self.rank == src:
+            known = arrays.numeric(known, "broadcast")
+        room = partial(arrays.result, "broadcast", out=out)
+        with self._port.operation("broadcast", known, root=src):
+            if self.rank == src:
+                result = room(known.shape, known.dtype)
+                np.copyto(result, known)
+            else:
+                result = self._port.receive(self._left, room=room)
+            if self._right != src:  # src would not read it, and the next call would stumble on it
+                self._send(self._right, result)
+        return arrays.delivered(result, out)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it.
+
+        p - 1 exchanges of nothing: after step s, word has come from the s + 1 ranks to the left.
+        """
+        nothing = np.empty(0, np.uint8)
+        with self._port.operation("barrier"):
+            for _ in range(self.world - 1):
+                self._exchange(nothing, nothing)
+
+    def _chunks(self, x: Array) -> list[Array]:
+        flat = x.reshape(-1)
+        return [flat[start:stop] for start, stop in _bounds(flat.size, self.world)]
+
+    def _check_rank(self, what: str, rank: int, other: bool = False) -> None:
+        preflight.rank(f"rank {self.rank}: {what}", rank, self.world)
+        if other and rank == self.rank:
+            raise ValueError(f"rank {self.rank}: {what}={rank} is this rank itself")
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+@dataclass
+class PipeEnds:
+    """One rank's pipe ends, on their way into its process; ``pipes[rank]`` is None."""
+
+    rank: int
+    pipes: list[Connection | None]
+
+    def open(self, board: Board) -> Comm:
+        """In the rank's process: the Comm over these pipes."""
+        return Comm(Port(self.rank, self.pipes, board))
+
+    def close(self) -> None:
+        """In the parent: an end that it kept open would hide the other side's death."""
+        for pipe in self.pipes:
+            if pipe is not None:
+                pipe.close()
+
+
+def pipe_mesh(world: int) -> list[PipeEnds]:
+    """A duplex pipe between each pair of ranks: what every rank needs to open its Comm."""
+    mesh = [PipeEnds(rank, [None] * world) for rank in range(world)]
+    for a, b in combinations(range(world), 2):
+        mesh[a].pipes[b], mesh[b].pipes[a] = multiprocessing.Pipe(duplex=True)
+    return mesh
+
+
+def spawn(
+    fn: Callable[..., T],
+    world: int,
+    *args: Any,
+    timeout: float | None = 60.0,
+    mesh: Callable[[int], Sequence[Endpoint]] = pipe_mesh,
+    method: str = "spawn",
+) -> list[T]:
+    """Run ``fn(comm, *args)`` in ``world`` new processes; return their results by rank.
+
+    ``fn`` must be importable by name: each process is a fresh interpreter (``method="forkserver"``:
+    a fork of a clean one).  The first rank that raises ends the whole run: RankError with its
+    traceback.  RankDied for a rank that ended without returning; CommTimeout, a TimeoutError, where
+    ``timeout`` seconds (None: no limit) did not suffice for start, run and results.  Nothing is left
+    running.  BLAS threads per rank default to cores // world, unless the environment sets them.
+    """
+    job = preflight.checked_job(fn, world, args, timeout, method)
+    results: list[Any] = [None] * job.world
+    with launch.Team(job, mesh(job.world)) as team:
+        for _ in range(job.world):
+            report = team.wait_any()
+            if report.failed:
+                raise team.error(report)
+            results[report.rank] = report.value
+    return results

@@ -1,0 +1,299 @@
+"""The parent's verbs on processes: start them, wait for any, end them all.  It knows no collectives.
+
+    parent                                             rank r
+      Process(child.main, ...)  ------- start ------->   leave_with_parent()
+      control socket            ------- (fn, args) -->   unpickle            (big: written in turns)
+                                <------ STARTED ------
+                                <------ RETURNED -----   or RAISED           (big: read in turns)
+      process descriptor        <------ it is gone ---
+
+One loop over one selector watches all of it, so that no rank can keep the parent waiting: not one
+that is stopped in the middle of a message, nor one whose grandchildren hold its descriptors open.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import pickle
+import selectors
+import signal
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+from tinyllm.dist import child, mailbox, verdict
+from tinyllm.dist.board import Board
+from tinyllm.dist.child import Endpoint
+from tinyllm.dist.errors import CommError
+from tinyllm.dist.mailbox import Failure, ParentSide
+from tinyllm.dist.preflight import Job
+from tinyllm.dist.verdict import Report
+
+TICK = 0.05  # seconds between looks at processes that no descriptor watches
+GRACE = 0.25  # seconds that a consequence waits for its cause
+FAREWELL = 1.0  # seconds that a rank has to exit once all results are in
+
+_BLAS_SETTINGS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+_environment = threading.Lock()  # os.environ is the process's, and spawn may run in several threads
+
+
+class Member:
+    """One rank, as the parent sees it."""
+
+    def __init__(self, rank: int, process: BaseProcess, mail: ParentSide, own_child: bool) -> None:
+        self.rank = rank
+        self.process = process
+        self.mail = mail
+        self.started = False
+        self.reported = False
+        self.gone = False
+        # A sentinel is a pipe, which grandchildren of the rank inherit and keep open; a pidfd is not.
+        self.pidfd = _pidfd(process) if own_child else None
+        self.watch = process.sentinel if self.pidfd is None else self.pidfd
+
+    def kill(self) -> None:
+        """End the rank and what it started; SIGKILL also ends what is stopped or stuck in C."""
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.process.pid or 0, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Wait for the end of the process, its group's included; return the exit code."""
+        self.kill()
+        self.process.join()
+        self.gone = True
+        return self.process.exitcode or 0
+
+    def close(self) -> None:
+        """Give back what the parent holds of a process that is gone."""
+        self.mail.socket.close()
+        self.process.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+
+class Team:
+    """The ranks of one run; the with block starts them, and none is left when it ends."""
+
+    def __init__(self, job: Job, endpoints: Sequence[Endpoint]) -> None:
+        self._job = job
+        self._endpoints = endpoints
+        self._deadline = time.monotonic() + job.timeout
+        self._selector = selectors.DefaultSelector()
+        self._members: list[Member] = []
+        self._reports: deque[Report] = deque()
+        self._board = Board(job.world)
+
+    def __enter__(self) -> Team:
+        try:
+            with _blas_threads(self._job):
+                for rank, endpoint in enumerate(self._endpoints):
+                    self._start(rank, endpoint)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._say_farewell()
+        finally:
+            self._end()
+
+    def wait_any(self) -> Report:
+        """The next rank's value or failure; CommTimeout at the deadline."""
+        while not self._reports:
+            self._turn(self._deadline)
+            if not self._reports and time.monotonic() >= self._deadline:
+                raise self._timeout()
+        report = self._reports.popleft()
+        return self._cause_of(report) if report.secondary else report
+
+    def error(self, report: Report) -> CommError:
+        """The error to raise for a failed rank; failures that came with it are listed in it."""
+        others = [other for other in self._reports if other.failed]
+        return verdict.error(report, self._board.read(report.rank), others)
+
+    # -- one rank --------------------------------------------------------------------------------
+
+    def _start(self, rank: int, endpoint: Endpoint) -> None:
+        context = multiprocessing.get_context(self._job.method)
+        ours, theirs = context.Pipe(duplex=True)
+        process = context.Process(  # type: ignore[attr-defined]  # typeshed: BaseContext has none
+            target=child.main, args=(rank, theirs, endpoint, self._board), name=f"rank {rank}"
+        )
+        process.start()
+        theirs.close()
+        endpoint.close()
+        member = Member(
+            rank, process, ParentSide(ours, self._job.payload), self._job.method == "spawn"
+        )
+        self._members.append(member)
+        both = selectors.EVENT_READ | selectors.EVENT_WRITE
+        self._selector.register(member.mail.socket, both, (self._on_mail, member))
+        self._selector.register(member.watch, selectors.EVENT_READ, (self._on_end, member))
+
+    def _on_mail(self, member: Member, events: int) -> None:
+        if events & selectors.EVENT_WRITE and member.mail.write():
+            self._selector.modify(
+                member.mail.socket, selectors.EVENT_READ, (self._on_mail, member)
+            )
+        if events & selectors.EVENT_READ and not self._read(member):
+            self._selector.unregister(member.mail.socket)
+
+    def _read(self, member: Member) -> bool:
+        messages, more = member.mail.read()
+        for kind, payload in messages:
+            if kind == mailbox.STARTED:
+                member.started = True
+            else:
+                self._report(member, _opened(member.rank, kind, payload))
+        return more
+
+    def _on_end(self, member: Member, events: int) -> None:
+        self._selector.unregister(member.watch)
+        exitcode = member.reap()
+        if member.mail.socket in self._selector.get_map():
+            self._selector.unregister(member.mail.socket)
+            while not member.reported and self._read(member):  # what it said before it ended
+                ...
+        if not member.reported:
+            self._report(member, Report(member.rank, exitcode=exitcode))
+
+    def _report(self, member: Member, report: Report) -> None:
+        member.reported = True
+        report.started = member.started
+        self._reports.append(report)
+
+    # -- all ranks -------------------------------------------------------------------------------
+
+    def _turn(self, until: float) -> None:
+        """Wait for anything to happen, but not beyond ``until``, and deal with it."""
+        wait = max(0.0, until - time.monotonic())
+        if any(member.pidfd is None for member in self._members):
+            wait = min(wait, TICK)
+        for key, events in self._selector.select(None if wait == math.inf else wait):
+            react, member = key.data
+            react(member, events)
+        for member in self._members:
+            if not member.gone and member.pidfd is None and not member.process.is_alive():
+                self._on_end(member, 0)
+
+    def _cause_of(self, report: Report) -> Report:
+        """A rank lost a peer: the peer's own failure says more, and is about to arrive."""
+        until = min(time.monotonic() + GRACE, self._deadline)
+        while time.monotonic() < until:
+            for other in self._reports:
+                if other.failed and not other.secondary:
+                    self._reports.remove(other)
+                    self._reports.append(report)
+                    return other
+            self._turn(until)
+        return report
+
+    def _timeout(self) -> CommError:
+        entries = [self._board.read(m.rank) for m in self._members if not m.reported]
+        return verdict.timeout(self._job.name, self._job.timeout, self._job.world, entries)
+
+    def _say_farewell(self) -> None:
+        until = time.monotonic() + FAREWELL
+        while not all(m.gone for m in self._members) and time.monotonic() < until:
+            self._turn(until)
+        late = [str(m.rank) for m in self._members if not m.gone]
+        if late:
+            warnings.warn(
+                f"rank {', '.join(late)} returned, but did not exit within {FAREWELL:g} s"
+                " (a thread or an atexit function is still running?) and was ended",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _end(self) -> None:
+        for member in self._members:
+            if not member.gone:
+                member.kill()
+        for member in self._members:
+            if not member.gone:
+                member.reap()
+            member.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
+        self._selector.close()
+        self._board.close()
+
+
+def _opened(rank: int, kind: int, payload: bytearray) -> Report:
+    """A rank's last message, unpickled."""
+    try:
+        content = pickle.loads(payload)
+    except Exception as error:
+        name = type(error).__name__
+        headline = f"{name}: its result does not unpickle in the parent: {error}"
+        return Report(rank, failure=Failure(headline, ""))
+    if kind == mailbox.RAISED:
+        return Report(rank, failure=content)
+    return Report(rank, value=content)
+
+
+def _pidfd(process: BaseProcess) -> int | None:
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(process.pid or 0)
+    except OSError:  # an old kernel, or a sandbox that forbids it
+        return None
+
+
+@contextmanager
+def _blas_threads(job: Job) -> Iterator[None]:
+    """Start ranks with cores // world BLAS threads each, where the user has not said otherwise.
+
+    The libraries read it when they load, before any code of ours runs in the rank; a fork server
+    loads them once for all runs to come, so it gets one thread.
+    """
+    with _environment:
+        if any(name in os.environ for name in _BLAS_SETTINGS):
+            yield
+            return
+        threads = max(1, cores() // job.world) if job.method == "spawn" else 1
+        os.environ.update(dict.fromkeys(_BLAS_SETTINGS, str(threads)))
+        try:
+            if job.method == "forkserver":
+                _start_fork_server()
+            yield
+        finally:
+            for name in _BLAS_SETTINGS:
+                del os.environ[name]
+
+
+def _start_fork_server() -> None:
+    from multiprocessing import forkserver
+
+    multiprocessing.set_forkserver_preload([child.__name__])
+    forkserver.ensure_running()
+
+
+def cores() -> int:
+    """The processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,241 @@
+"""One rank's side of the mesh: its links, the numbering of calls, the check of every header.
+
+``Comm`` says *what* travels: chunks, neighbours, order.  A Port says *how*: it puts the operation's
+header in front of each array, compares the header of what arrives before a byte of it is used, keeps
+the rank's slot on the board, and remembers a failure, since after one no later message can be trusted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyllm.dist import board as boards
+from tinyllm.dist import frame
+from tinyllm.dist.board import Board
+from tinyllm.dist.errors import CommError, DesyncError, PeerLost
+from tinyllm.dist.frame import Frame
+from tinyllm.dist.link import Channel, Link
+
+Array = NDArray[Any]
+Room = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+
+PIECE = 1 << 17  # bytes; less than a socket holds, so that the sender refills it while we add
+
+_HEADERS = 256  # packed headers that a port remembers
+
+# Operations whose messages carry an array each, under a header of its own, and what of that header
+# the receiver cannot know beforehand.  In all others the messages carry chunks of one array.
+_FREE: dict[str, tuple[str, ...]] = {
+    "send": (),
+    "recv": ("dtype", "shape"),
+    "broadcast": ("dtype", "shape"),
+    "all_gather": ("shape",),
+}
+
+
+class Port:
+    """The links of one rank, and the operation that it is in."""
+
+    def __init__(self, rank: int, channels: Sequence[Channel | None], board: Board) -> None:
+        """``channels[peer]`` leads to rank ``peer``; a rank has none to itself."""
+        self.rank = rank
+        self.world = len(channels)
+        self._links = [
+            None if channel is None else Link(channel, peer, self)
+            for peer, channel in enumerate(channels)
+        ]
+        self._slot = board.slot(rank)
+        self._seq = 0  # collectives begun
+        self._sent = [0] * self.world  # messages of send, by destination
+        self._received = [0] * self.world  # messages of recv, by source
+        self._scratch = bytearray(frame.SIZE + PIECE)  # a header, and a piece of payload to add
+        self._memory = memoryview(self._scratch)
+        self._head_in = self._memory[: frame.SIZE]
+        self._pieces: dict[np.dtype[Any], Array] = {}  # the scratch's payload, by dtype
+        self._headers: dict[tuple[Any, ...], bytearray] = {}
+        self._busy = threading.Lock()
+        self._failure: BaseException | None = None
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def operation(
+        self, op: str, x: Array | None = None, *, redop: str = "", root: int = -1
+    ) -> Port:
+        """Begin ``op`` on ``x``; the with block that it stands in ends it.
+
+        ``root`` is broadcast's source, and the other rank in send and recv.
+        """
+        self._enter(op)
+        nth = 0
+        if op == "send":
+            self._sent[root] += 1
+            nth = self._sent[root]
+        elif op == "recv":
+            self._received[root] += 1
+            nth = self._received[root]
+        else:
+            self._seq += 1
+        self._whole = op in _FREE
+        self._free = _FREE.get(op, ()) if x is None or op == "all_gather" else ()
+        self._head = self._header(op, x, redop, root)
+        frame.number(self._head, self._seq, nth)
+        self._slot.enter(self._head)
+        return self
+
+    def _header(self, op: str, x: Array | None, redop: str, root: int) -> bytearray:
+        """The operation's header, packed when it is first seen: training repeats a few of them."""
+        dtype, shape = (None, ()) if x is None else (x.dtype, x.shape)
+        call = (op, dtype, shape, redop, root)
+        head = self._headers.get(call)
+        if head is None:
+            if len(self._headers) == _HEADERS:
+                self._headers.clear()
+            head = self._headers[call] = Frame(op, 0, dtype, shape, redop, root).pack()
+        return head
+
+    @property
+    def _frame(self) -> Frame:
+        return frame.unpack(self._head)
+
+    def _enter(self, op: str) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"rank {self.rank}: {op} was called while another thread is in {self._frame};"
+                " a Comm serves one thread at a time"
+            )
+        if self._failure is not None:
+            self._busy.release()
+            raise CommError(
+                f"rank {self.rank}: {op} on a Comm that is broken since {self._frame} failed:"
+                f" {self._failure}",
+                rank=self.rank,
+                op=op,
+            ) from self._failure
+
+    def __enter__(self) -> Port:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._failure = error
+        self._slot.mark(boards.RUNNING)
+        self._busy.release()
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def send(self, dst: int, x: Array) -> None:
+        """Send ``x``, contiguous, behind the operation's header or, as a whole array, its own."""
+        head = self._head
+        if self._whole:
+            head = self._frame._replace(dtype=x.dtype, shape=x.shape).pack()
+            x = x.reshape(-1)
+        self._link(dst).send(head, x)
+
+    def receive(
+        self, src: int, into: Array | None = None, add: Array | None = None, room: Room = np.empty
+    ) -> Array:
+        """Receive what ``send`` sent: a chunk into the flat array ``into``, or a whole array.
+
+        With ``add``, ``into`` becomes the sum of ``add`` and what arrives.  A whole array is put
+        where ``room(shape, dtype)`` makes room for it.
+        """
+        link = self._link(src)
+        if self._whole:
+            return self._receive_whole(src, link, room)
+        assert into is not None
+        if add is None:
+            link.recv_into(frame.SIZE + into.nbytes, self._head_in, into)
+            self._check(src)
+        else:
+            self._receive_sum(src, link, into, add)
+        return into
+
+    def _receive_sum(self, src: int, link: Link, into: Array, add: Array) -> None:
+        """Add piece by piece, while what arrived is still in the cache."""
+        pieces = self._typed_scratch(into.dtype)
+        begin, start = 0, 0  # the header comes along with the first piece
+        while True:
+            stop = min(start + pieces.size, into.size)
+            end = frame.SIZE + (stop - start) * into.itemsize
+            link.recv_into(end - begin, self._memory[begin:end])
+            if not begin:
+                self._check(src)
+            np.add(pieces[: stop - start], add[start:stop], out=into[start:stop])
+            if stop == into.size:
+                return
+            begin, start = frame.SIZE, stop
+
+    def _receive_whole(self, src: int, link: Link, room: Room) -> Array:
+        link.recv_into(frame.SIZE, self._head_in)
+        theirs = self._agreed(src)
+        assert theirs.dtype is not None
+        x = room(theirs.shape, theirs.dtype)
+        if x.size:
+            link.recv_into(x.nbytes, x.reshape(-1))
+        return x
+
+    def _link(self, peer: int) -> Link:
+        link = self._links[peer]
+        assert link is not None  # Comm never sends to itself
+        return link
+
+    def _typed_scratch(self, dtype: np.dtype[Any]) -> Array:
+        if dtype not in self._pieces:
+            self._pieces[dtype] = np.frombuffer(
+                self._scratch, dtype, PIECE // dtype.itemsize, frame.SIZE
+            )
+        return self._pieces[dtype]
+
+    # -- agreement -----------------------------------------------------------------------------
+
+    def _check(self, src: int) -> None:
+        if not self._scratch.startswith(self._head):
+            raise self._desync(src)
+
+    def _agreed(self, src: int) -> Frame:
+        """The header that arrived, if it belongs to the call that this rank is in."""
+        mine, theirs = self._frame, frame.unpack(self._scratch)
+        if mine.op == "recv":
+            mine = mine._replace(op="send", root=self.rank)
+        if mine._replace(**{field: getattr(theirs, field) for field in self._free}) != theirs:
+            raise self._desync(src)
+        return theirs
+
+    def _desync(self, src: int) -> DesyncError:
+        theirs = frame.unpack(self._scratch)
+        return DesyncError(
+            f"rank {self.rank} is in {self._frame}, but rank {src} sent it a message of {theirs}."
+            " All ranks must call the same collectives in the same order, with the same shapes,"
+            " dtypes, op and src",
+            rank=self.rank,
+            op=self._frame.op,
+            seq=self._frame.seq,
+        )
+
+    # -- what a link tells us --------------------------------------------------------------------
+
+    def waiting(self, peer: int, *, sending: bool, done: int) -> None:
+        """A link made no progress for a while: say so on the board, and look whether all is well."""
+        self._slot.mark(boards.SENDING if sending else boards.RECEIVING, peer)
+        if not sending and not self._whole and done >= frame.SIZE:
+            self._check(peer)  # a shorter message than ours would keep us waiting for the rest
+
+    def lost(self, peer: int, why: str) -> PeerLost:
+        """A link lost its peer."""
+        return PeerLost(
+            f"rank {self.rank} lost rank {peer} in {self._frame}: {why}",
+            rank=peer,
+            op=self._frame.op,
+            seq=self._frame.seq,
+        )

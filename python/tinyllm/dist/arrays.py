@@ -21,7 +21,9 @@ def numeric(x: ArrayLike, op: str) -> Array:
             raise TypeError(f"{op}: a masked array; write x.filled(value), the mask cannot travel")
         x = np.asarray(x)
     if x.dtype.kind not in "biufc":
-        raise TypeError(f"{op}: dtype {x.dtype} is no number type and does not travel between ranks")
+        raise TypeError(
+            f"{op}: dtype {x.dtype} is no number type and does not travel between ranks"
+        )
     if x.flags.c_contiguous and x.dtype.isnative:
         return x
     return np.array(x, dtype=x.dtype.newbyteorder("="), order="C")
@@ -45,7 +47,7 @@ def reducible(x: ArrayLike, op: str, redop: str = "sum") -> Array:
 def result(
     op: str, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None = None
 ) -> Array:
-    """A contiguous array to write the result into: ``out`` itself where it can be, or a fresh one."""
+    """A contiguous array to write the result into: ``out`` itself if it can be, or a fresh one."""
     if out is None:
         return np.empty(shape, dtype)
     if not isinstance(out, np.ndarray):
@@ -67,8 +69,10 @@ def delivered(result: Array, out: Array | None) -> Array:
     return out
 
 
-def apart(x: Array, result: Array) -> Array:
-    """``x``, or a copy of it where it shares some memory with ``result`` but is not the same array."""
+def apart(x: Array, result: Array | None) -> Array:
+    """``x``, or a copy of it if it shares memory with ``result`` without being the same array."""
+    if result is None:
+        return x
     if np.may_share_memory(x, result) and not _same_memory(x, result):
         return x.copy()
     return x

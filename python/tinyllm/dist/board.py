@@ -1,8 +1,8 @@
 """The board: one slot per rank, in memory that the parent shares with its ranks.
 
 A rank writes into its own slot which operation it is in and whom it waits for; it never waits for
-the board and never reads a clock for it.  When a run is stuck the parent reads all slots, also those
-of ranks that are stopped or stuck in C, and can say who waits for whom.
+the board and never reads a clock for it.  When a run is stuck the parent reads all slots, also
+those of ranks that are stopped or stuck in C, and can say who waits for whom.
 
     slot = | doing | peer |  header of the current or the last operation (frame.SIZE bytes)  |
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
@@ -56,7 +57,9 @@ class Entry(NamedTuple):
         if self.doing == RETURNED:
             return f"rank {self.rank} has returned"
         if self.doing == RUNNING:
-            last = f"its last operation was {self.operation}" if self.operation else "no operation yet"
+            last = (
+                f"its last operation was {self.operation}" if self.operation else "no operation yet"
+            )
             return f"rank {self.rank} is in its own code ({last})"
         wait = {
             INSIDE: "",
@@ -90,7 +93,9 @@ class Board:
         return Entry(rank, doing, peer, operation)
 
     def close(self) -> None:
-        """Give the memory back; slots that are still in use keep their part of it."""
+        """Give the descriptors back, and the memory if no slot of it is in use here."""
+        with suppress(BufferError):
+            self._map.close()
         os.close(self._fd)
 
 

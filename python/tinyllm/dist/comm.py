@@ -1,39 +1,36 @@
 """Collectives over processes: chapter L11.2 in code.
 
-``spawn(fn, p)`` starts p processes and joins each pair of them by a pipe.  In each process a ``Comm``
-knows its own number, the *rank*, and the number of all, the *world*.  Processes share no objects:
-every byte moves through a pipe, and ``bytes_sent`` counts it.
+``spawn(fn, p)`` starts p processes and joins each pair of them by a pipe.  In each process a
+``Comm`` knows its own number, the *rank*, and the number of all, the *world*.  Processes share no
+objects: every byte moves through a pipe, and ``bytes_sent`` counts it.
 
-An all-reduce gives every rank the sum of all ranks' arrays.  On a ring it is two walks of p - 1 steps,
-each step moving one chunk of n/p entries to the right:
+An all-reduce gives every rank the sum of all ranks' arrays.  On a ring it is two walks of p - 1
+steps, each step moving one chunk of n/p entries to the right:
 
-    reduce-scatter   every rank adds its part to the chunk that passes; rank r ends with chunk r summed
+    reduce-scatter   every rank adds its part to what passes; rank r ends with chunk r summed
     all-gather       the finished chunks walk on until everyone has them all
 
 so that each rank sends 2 (p - 1)/p · n entries, whatever p is: no all-reduce can send less
 (Patarasuk and Yuan, JPDC 2009).
 
-What is not in the chapter stands beside this file: how messages travel (port), what arrays may be
-(arrays), what the parent does with processes (launch).
+What is not in the chapter stands beside this file: how messages travel (port), what arrays may
+be (arrays), what the parent does with processes (launch).
 """
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import combinations, pairwise
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tinyllm.dist import arrays, launch, preflight
-from tinyllm.dist.board import Board
 from tinyllm.dist.child import Endpoint
-from tinyllm.dist.port import Port
+from tinyllm.dist.port import Ends, Port
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -53,6 +50,7 @@ def chunk_bounds(n: int, world: int) -> list[tuple[int, int]]:
 
 
 _bounds = lru_cache(maxsize=256)(chunk_bounds)  # training repeats a few sizes
+
 
 class Comm:
     """One rank's place in the world; every collective is called by all ranks, in the same order.
@@ -77,14 +75,14 @@ class Comm:
         Returns once the pipe has taken all of it: a pipe holds some 200 KB on Linux, and beyond
         that ``dst`` has to receive.  ValueError where ``dst`` is no other rank.
         """
-        self._check_rank("send: dst", dst, other=True)
+        dst = preflight.peer("send: dst", dst, self.rank, self.world)
         x = arrays.numeric(x, "send")
         with self._port.operation("send", x, root=dst):
             self._send(dst, x)
 
     def recv(self, src: int) -> Array:
         """Wait for the next array from rank ``src``; the arrays of one sender arrive in order."""
-        self._check_rank("recv: src", src, other=True)
+        src = preflight.peer("recv: src", src, self.rank, self.world)
         with self._port.operation("recv", root=src):
             return self._port.receive(src)
 
@@ -142,9 +140,9 @@ class Comm:
         p - 1 steps; sends all of x but one chunk, about (p - 1)/p · x.nbytes bytes.
         """
         x = arrays.reducible(x, "reduce_scatter")
-        mine, total = self._chunks(x), self._chunks(np.empty_like(x))
-        result = arrays.result("reduce_scatter", mine[self.rank].shape, x.dtype, out)
-        total[self.rank] = result
+        total = self._chunks(np.empty_like(x))
+        result = arrays.result("reduce_scatter", total[self.rank].shape, x.dtype, out)
+        mine, total[self.rank] = self._chunks(arrays.apart(x, result)), result
         with self._port.operation("reduce_scatter", x, redop="sum"):
             self._reduce_ring(mine, total)
         return arrays.delivered(result, out)
@@ -157,7 +155,7 @@ class Comm:
         """
         x = arrays.numeric(x, "all_gather")
         chunks: list[Any] = [None] * self.world
-        chunks[self.rank] = x.reshape(-1)
+        chunks[self.rank] = arrays.apart(x, out).reshape(-1)
         with self._port.operation("all_gather", x):
             self._gather_ring(chunks)
         result = arrays.result("all_gather", (sum(c.size for c in chunks),), x.dtype, out)
@@ -182,12 +180,12 @@ class Comm:
         return arrays.delivered(result, out)
 
     def broadcast(self, x: ArrayLike | None, src: int, *, out: Array | None = None) -> Array:
-        """Return rank ``src``'s ``x``; the other ranks pass None, or an array of its shape and dtype.
+        """Return rank ``src``'s ``x``; others pass None, or an array of the same shape and dtype.
 
         It walks the ring from ``src`` to the rank just before it: p - 1 steps, x.nbytes bytes sent
         by each rank but the last.
         """
-        self._check_rank("broadcast: src", src)
+        src = preflight.rank("broadcast: src", src, self.rank, self.world)
         known: Any = x  # None: this rank learns shape and dtype from the message
         if x is not None or self.rank == src:
             known = arrays.numeric(known, "broadcast")
@@ -216,39 +214,14 @@ class Comm:
         flat = x.reshape(-1)
         return [flat[start:stop] for start, stop in _bounds(flat.size, self.world)]
 
-    def _check_rank(self, what: str, rank: int, other: bool = False) -> None:
-        preflight.rank(f"rank {self.rank}: {what}", rank, self.world)
-        if other and rank == self.rank:
-            raise ValueError(f"rank {self.rank}: {what}={rank} is this rank itself")
 
-
-# -- processes -----------------------------------------------------------------------------------
-
-
-@dataclass
-class PipeEnds:
-    """One rank's pipe ends, on their way into its process; ``pipes[rank]`` is None."""
-
-    rank: int
-    pipes: list[Connection | None]
-
-    def open(self, board: Board) -> Comm:
-        """In the rank's process: the Comm over these pipes."""
-        return Comm(Port(self.rank, self.pipes, board))
-
-    def close(self) -> None:
-        """In the parent: an end that it kept open would hide the other side's death."""
-        for pipe in self.pipes:
-            if pipe is not None:
-                pipe.close()
-
-
-def pipe_mesh(world: int) -> list[PipeEnds]:
-    """A duplex pipe between each pair of ranks: what every rank needs to open its Comm."""
-    mesh = [PipeEnds(rank, [None] * world) for rank in range(world)]
+def pipe_mesh(world: int) -> list[Ends]:
+    """A duplex pipe between each pair of ranks: for each rank, what its process opens as a Comm."""
+    preflight.check_descriptors(world)
+    pipes: list[list[Any]] = [[None] * world for _ in range(world)]
     for a, b in combinations(range(world), 2):
-        mesh[a].pipes[b], mesh[b].pipes[a] = multiprocessing.Pipe(duplex=True)
-    return mesh
+        pipes[a][b], pipes[b][a] = multiprocessing.Pipe(duplex=True)
+    return [Ends(rank, pipes[rank], Comm) for rank in range(world)]
 
 
 def spawn(
@@ -261,11 +234,11 @@ def spawn(
 ) -> list[T]:
     """Run ``fn(comm, *args)`` in ``world`` new processes; return their results by rank.
 
-    ``fn`` must be importable by name: each process is a fresh interpreter (``method="forkserver"``:
-    a fork of a clean one).  The first rank that raises ends the whole run: RankError with its
-    traceback.  RankDied for a rank that ended without returning; CommTimeout, a TimeoutError, where
-    ``timeout`` seconds (None: no limit) did not suffice for start, run and results.  Nothing is left
-    running.  BLAS threads per rank default to cores // world, unless the environment sets them.
+    ``fn`` must be importable by name: each process is a fresh interpreter (with "forkserver", a
+    fork of a clean one).  The first rank that raises ends the whole run: RankError with its
+    traceback.  RankDied for a rank that ended without returning; CommTimeout, a TimeoutError,
+    where ``timeout`` seconds (None: no limit) did not suffice.  Nothing is left running.
+    BLAS threads per rank default to cores // world, unless the environment sets them.
     """
     job = preflight.checked_job(fn, world, args, timeout, method)
     results: list[Any] = [None] * job.world

@@ -4,7 +4,7 @@
       CommError             anything below; also a Comm that is used after it failed
         RankError           a rank raised: carries its traceback as text
         RankDied            a rank's process ended without returning: exit code or signal
-        PeerLost            the other end of a link is gone (always the consequence of something else)
+        PeerLost            the other end of a link is gone, for a reason that lies elsewhere
         DesyncError         two ranks are not in the same call: shows both sides
         FrameError          bytes that are no message of ours
         CommTimeout         the deadline passed; a TimeoutError too

@@ -6,9 +6,9 @@
     +----+----+----+------+-----+------+------+-----+-------+-------+------+--------+
 
 ``seq`` numbers a Comm's collectives; ``nth`` numbers the messages of one ordered pair of ranks
-(send and recv only).  ``shape`` has room for NumPy's 64 dimensions.  A ring's messages carry chunks,
-but their header describes the whole array, so that it is the same on every rank and in every step:
-it is packed once per operation and compared whole, with ``==``.
+(send and recv only).  ``shape`` has room for NumPy's 64 dimensions.  A ring's messages carry
+chunks, but their header describes the whole array, so that it is the same on every rank and in
+every step: it is packed once per operation and compared whole, with ``==``.
 
 No pickle: a header is read by its layout, and refused with FrameError where it does not fit.
 """

@@ -1,4 +1,4 @@
-"""The parent's verbs on processes: start them, wait for any, end them all.  It knows no collectives.
+"""The parent's verbs on processes: start them, wait for any, end all.  It knows no collectives.
 
     parent                                             rank r
       Process(child.main, ...)  ------- start ------->   leave_with_parent()
@@ -27,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any
 
 from tinyllm.dist import child, mailbox, verdict
 from tinyllm.dist.board import Board
@@ -39,7 +38,7 @@ from tinyllm.dist.verdict import Report
 
 TICK = 0.05  # seconds between looks at processes that no descriptor watches
 GRACE = 0.25  # seconds that a consequence waits for its cause
-FAREWELL = 1.0  # seconds that a rank has to exit once all results are in
+FAREWELL = 1.0  # seconds without any exit, once all results are in, until ranks are ended
 
 _BLAS_SETTINGS = (
     "OMP_NUM_THREADS",
@@ -60,7 +59,8 @@ class Member:
         self.started = False
         self.reported = False
         self.gone = False
-        # A sentinel is a pipe, which grandchildren of the rank inherit and keep open; a pidfd is not.
+        # A sentinel is a pipe, which grandchildren of the rank inherit and keep open; a pidfd is
+        # not.
         self.pidfd = _pidfd(process) if own_child else None
         self.watch = process.sentinel if self.pidfd is None else self.pidfd
 
@@ -153,10 +153,10 @@ class Team:
         self._selector.register(member.watch, selectors.EVENT_READ, (self._on_end, member))
 
     def _on_mail(self, member: Member, events: int) -> None:
+        if member.gone:  # in this same turn; what it said has been read
+            return
         if events & selectors.EVENT_WRITE and member.mail.write():
-            self._selector.modify(
-                member.mail.socket, selectors.EVENT_READ, (self._on_mail, member)
-            )
+            self._selector.modify(member.mail.socket, selectors.EVENT_READ, (self._on_mail, member))
         if events & selectors.EVENT_READ and not self._read(member):
             self._selector.unregister(member.mail.socket)
 
@@ -215,9 +215,12 @@ class Team:
         return verdict.timeout(self._job.name, self._job.timeout, self._job.world, entries)
 
     def _say_farewell(self) -> None:
+        staying = len(self._members)
         until = time.monotonic() + FAREWELL
-        while not all(m.gone for m in self._members) and time.monotonic() < until:
+        while staying and time.monotonic() < until:
             self._turn(until)
+            if staying > (staying := sum(not m.gone for m in self._members)):
+                until = time.monotonic() + FAREWELL
         late = [str(m.rank) for m in self._members if not m.gone]
         if late:
             warnings.warn(

@@ -4,9 +4,9 @@ A duplex ``multiprocessing.Pipe`` is a pair of stream sockets on Linux and macOS
 reads through intermediate buffers, a system call per few kilobytes; the socket underneath scatters
 header and payload straight to where they belong.
 
-The sockets block, but never for long: after each ``GLANCE`` seconds without progress the owner looks
-around and may raise.  The fast path pays nothing for that.  Every way in which an operating system
-reports a lost peer becomes PeerLost here, and nowhere else.
+The sockets block, but never for long: after each ``GLANCE`` seconds without progress the owner
+looks around and may raise.  The fast path pays nothing for that.  Every way in which an operating
+system reports a lost peer becomes PeerLost here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ GLANCE = 0.05  # seconds that a blocked call stays in the kernel
 LOOKS = 20  # looks at an empty link before blocking on it
 ONE_CALL = 1 << 30  # bytes; some kernels refuse 2 GiB in one call
 
-# Being woken by the kernel takes longer than a small message does.  Looking a few times first, giving
-# way to the peer in between, makes small collectives several times faster, with more ranks than cores
-# too; a long wait begins some 40 microseconds later for it.
+# Being woken by the kernel takes longer than a small message does.  Looking a few times first,
+# giving way to the peer in between, makes small collectives several times faster, with more ranks
+# than cores too; a long wait begins some 40 microseconds later for it.
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 Buffer = Any  # contiguous memory: bytes, a memoryview, an array

@@ -1,9 +1,9 @@
 """The private channel between the parent and one rank: whole messages over a socket pair.
 
 The parent sends one message, JOB, the pickled ``(fn, args)``; the rank answers STARTED once it has
-unpickled it, and at the end RETURNED with the pickled result or RAISED with a pickled Failure.  This
-is the only place where pickle passes between processes, and it passes between a parent and the child
-that it started, nobody else.
+unpickled it, and at the end RETURNED with the pickled result or RAISED with a pickled Failure.
+This is the only place where pickle passes between processes, and it passes between a parent and
+the child that it started, nobody else.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 """One rank's side of the mesh: its links, the numbering of calls, the check of every header.
 
-``Comm`` says *what* travels: chunks, neighbours, order.  A Port says *how*: it puts the operation's
-header in front of each array, compares the header of what arrives before a byte of it is used, keeps
-the rank's slot on the board, and remembers a failure, since after one no later message can be trusted.
+``Comm`` says *what* travels: chunks, neighbours, order.  A Port says *how*: it puts the
+operation's header in front of each array, compares the header of what arrives before a byte of it
+is used, keeps the rank's slot on the board, and remembers a failure, since after one no later
+message can be trusted.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +40,25 @@ _FREE: dict[str, tuple[str, ...]] = {
     "broadcast": ("dtype", "shape"),
     "all_gather": ("shape",),
 }
+
+
+@dataclass
+class Ends:
+    """One rank's channels, on their way into its process, and the kind of Comm to open there."""
+
+    rank: int
+    channels: list[Connection | None]  # by peer; None at the rank itself
+    comm: Callable[[Port], Any]
+
+    def open(self, board: Board) -> Any:
+        """In the rank's process: the Comm over these channels."""
+        return self.comm(Port(self.rank, self.channels, board))
+
+    def close(self) -> None:
+        """In the parent: an end that it kept open would hide the other side's death."""
+        for channel in self.channels:
+            if channel is not None:
+                channel.close()
 
 
 class Port:
@@ -226,7 +248,7 @@ class Port:
     # -- what a link tells us --------------------------------------------------------------------
 
     def waiting(self, peer: int, *, sending: bool, done: int) -> None:
-        """A link made no progress for a while: say so on the board, and look whether all is well."""
+        """A link moved nothing for a while: say so on the board, and look whether all is well."""
         self._slot.mark(boards.SENDING if sending else boards.RECEIVING, peer)
         if not sending and not self._whole and done >= frame.SIZE:
             self._check(peer)  # a shorter message than ours would keep us waiting for the rest

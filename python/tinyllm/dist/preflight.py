@@ -7,10 +7,13 @@ can name the line to change, and not in four tracebacks from four processes.
 from __future__ import annotations
 
 import ast
+import errno
 import linecache
 import math
 import operator
+import os
 import pickle
+import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +53,7 @@ def checked_job(
 
 
 def whole_number(what: str, value: Any, at_least: int) -> int:
-    """``value`` as an int: TypeError for what is none (bools, floats), ValueError below the limit."""
+    """``value`` as an int; TypeError for what is none (bools, floats), ValueError if too small."""
     if isinstance(value, bool):
         raise TypeError(f"{what}={value!r} is a bool, not an integer")
     try:
@@ -62,12 +65,33 @@ def whole_number(what: str, value: Any, at_least: int) -> int:
     return number
 
 
-def rank(what: str, value: Any, world: int) -> int:
-    """``value`` as a rank of this world."""
-    number = whole_number(what, value, at_least=0)
+def rank(what: str, value: Any, me: int, world: int) -> int:
+    """``value`` as a rank of this world, or the error that rank ``me`` raises."""
+    number = whole_number(f"rank {me}: {what}", value, at_least=0)
     if number >= world:
-        raise ValueError(f"{what}={number} is no rank; a world of {world} has ranks 0 to {world - 1}")
+        raise ValueError(f"rank {me}: {what}={number}, but a world of {world} ends at {world - 1}")
     return number
+
+
+def peer(what: str, value: Any, me: int, world: int) -> int:
+    """``value`` as a rank other than ``me``."""
+    number = rank(what, value, me, world)
+    if number == me:
+        raise ValueError(f"rank {me}: {what}={number} is this rank itself")
+    return number
+
+
+def check_descriptors(world: int) -> None:
+    """A full mesh takes world · (world - 1) descriptors in the parent, a process takes six."""
+    needed = world * (world - 1) + 6 * world
+    used = len(os.listdir("/dev/fd"))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if used + needed > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"spawn: a world of {world} needs {needed:,} descriptors besides the {used} in use, but"
+            f" the limit is {limit:,}; raise it (ulimit -n {used + needed}) or take fewer ranks",
+        )
 
 
 def _seconds(timeout: Any) -> float:
@@ -94,8 +118,8 @@ def _check_importable(fn: Any) -> None:
     spec = getattr(main, "__spec__", None)
     if getattr(fn, "__module__", None) == "__main__" and spec is None and not _has_file(main):
         raise ValueError(
-            f"spawn: fn={name} lives in a notebook, on standard input or in -c, where no new process"
-            f" can import it; put it into a module (a file beside it) and import it from there"
+            f"spawn: fn={name} lives in a notebook, on standard input or in -c, where no new"
+            " process can import it; put it into a module (a file) and import it from there"
         )
 
 
@@ -137,6 +161,6 @@ def _pickled(fn: Any, args: tuple[Any, ...]) -> bytes:
                 pickle.dumps(value)
             except Exception as error:
                 raise TypeError(
-                    f"spawn: {what} ({type(value).__name__}) cannot be sent to another process: {error}"
+                    f"spawn: {what} ({type(value).__name__}) cannot go to another process: {error}"
                 ) from error
         raise

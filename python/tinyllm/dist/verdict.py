@@ -1,4 +1,4 @@
-"""What went wrong, said so that one reading is enough: which rank, in which operation, what to do."""
+"""What went wrong, said so that one reading is enough: which rank, where, and what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _HINTS = {
 class Report:
     """What became of a rank: its value, or why there is none.
 
-    ``failure`` is what the rank itself told; ``exitcode`` is set where its process ended in silence.
+    ``failure`` is what the rank itself told; ``exitcode`` is set where its process ended in
+    silence.
     """
 
     rank: int
@@ -54,7 +55,7 @@ def headline(report: Report) -> str:
 
 
 def error(report: Report, entry: Entry, others: Sequence[Report]) -> CommError:
-    """The error that spawn raises for a failed rank; the other failures stand below its headline."""
+    """The error that spawn raises for a failed rank; other failures stand below its headline."""
     also = "".join(f"\n  also: {headline(other)[:200]}" for other in others)
     failure = report.failure
     if failure is None:
@@ -65,11 +66,9 @@ def error(report: Report, entry: Entry, others: Sequence[Report]) -> CommError:
     text = failure.traceback_text
     if failure.error is not None:
         ours = failure.error
-        message = f"{ours}{also}\n\non rank {report.rank}:\n{text}".rstrip()
-        return type(ours)(
-            message, rank=ours.rank, op=ours.op, seq=ours.seq, traceback_text=text
-        )
-    message = f"{headline(report)}{also}\n\non rank {report.rank}:\n{text}".rstrip()
+        message = f"{ours}{also}\n\non rank {report.rank}:\n{text}"
+        return type(ours)(message, rank=ours.rank, op=ours.op, seq=ours.seq, traceback_text=text)
+    message = f"{headline(report)}{also}\n\non rank {report.rank}:\n{text}"
     kind = RankDied if failure.exited else RankError
     return kind(message, rank=report.rank, traceback_text=text)
 

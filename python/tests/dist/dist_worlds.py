@@ -1,0 +1,86 @@
+"""What the tests of tinyllm.dist share: worlds in threads, data, the ring's sum in plain NumPy."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from tinyllm.dist.board import Board
+from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh
+
+MESHES = {"pipe": pipe_mesh}
+WORLDS = (1, 2, 3, 4, 5, 8)
+DTYPES = [*"?bhilBHILefdgFDG"]  # NumPy's letters for its number types
+
+
+def in_threads(world: int, fn, *args, mesh=pipe_mesh) -> list[Any]:
+    """``fn(comm, *args)`` in a thread per rank: real links in one process, for many small cases."""
+    board = Board(world)
+    comms = [end.open(board) for end in mesh(world)]
+
+    def rank(comm: Comm) -> Any:
+        try:
+            return fn(comm, *args)
+        except BaseException:
+            hang_up(comm)  # so that the others do not wait for it
+            raise
+
+    try:
+        with ThreadPoolExecutor(world) as pool:
+            futures = [pool.submit(rank, comm) for comm in comms]
+        return [future.result() for future in futures]
+    finally:
+        for comm in comms:
+            hang_up(comm)
+        board.close()
+
+
+def hang_up(comm: Comm) -> None:
+    for link in comm._port._links:
+        if link is not None:
+            link.close()
+
+
+def data(rank: int, shape, dtype="f8") -> np.ndarray:
+    """Another array on every rank, another value at every index, and sums that depend on order."""
+    dtype = np.dtype(dtype)
+    n = int(np.prod(shape))
+    index = np.arange(n)
+    if dtype.kind == "b":
+        return ((index * 7 + rank * 3) % 5 < 2).reshape(shape)
+    if dtype.kind in "iu":
+        return ((index * 37 + rank * 101) % 120).astype(dtype).reshape(shape)
+    x = np.sin(index * 1.7 + rank * 0.61) * 10.0 ** (index % 5 - 2)
+    if dtype.kind == "c":
+        x = x + 1j * np.cos(index * 0.9 - rank)
+    return x.astype(dtype).reshape(shape)
+
+
+def ring_sum(parts: list[np.ndarray]) -> np.ndarray:
+    """The sum as the chapter defines it: chunk j is added up from rank j + 1 on, in ring order."""
+    world = len(parts)
+    flats = [part.reshape(-1) for part in parts]
+    total = np.empty_like(flats[0])
+    for j, (start, stop) in enumerate(chunk_bounds(flats[0].size, world)):
+        chunk = flats[(j + 1) % world][start:stop]
+        for step in range(2, world + 1):
+            chunk = chunk + flats[(j + step) % world][start:stop]
+        total[start:stop] = chunk
+    return total.reshape(parts[0].shape)
+
+
+def ring_bytes(world: int, rank: int, n: int, itemsize: int) -> tuple[int, int]:
+    """Bytes that ``rank`` sends in the reduce-scatter and in the all-gather of n entries."""
+    sizes = [stop - start for start, stop in chunk_bounds(n, world)]
+    reduce_scatter = sum(sizes) - sizes[rank]  # every chunk but its own
+    all_gather = sum(sizes) - sizes[(rank + 1) % world]  # every chunk but its right neighbour's
+    return reduce_scatter * itemsize, all_gather * itemsize
+
+
+def same_bits(comm: Comm, x: np.ndarray) -> bool:
+    """Whether all ranks hold the same bytes."""
+    mine = np.frombuffer(x.tobytes(), np.uint8)
+    everyone = comm.all_gather(mine).reshape(comm.world, -1)
+    return bool((everyone == mine).all())

@@ -1,0 +1,298 @@
+"""What goes wrong in ranks: soon, under the right rank's name, with nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import types
+from pathlib import Path
+
+import dist_faults as faults
+import numpy as np
+import pytest
+
+from tinyllm.dist import CommTimeout, DesyncError, RankDied, RankError
+from tinyllm.dist.comm import spawn
+
+HERE = Path(__file__).parent
+NOVEL = 64 * 1024
+
+
+def failure_of(kind, fn, *args, world: int = 3, **options):
+    """The error of a run that must end at once: its limit is far beyond what this takes."""
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        spawn(fn, world, *args, timeout=60, **options)
+    assert time.monotonic() - start < 20
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (faults.raises, "rank 1 raised ValueError: boom at 7"),
+        (faults.raises_stubborn, "rank 1 raised dist_faults.Stubborn: boom (42)"),
+        (faults.raises_unpicklable, "Local"),
+        (faults.raises_unprintable, "Mute: <exception str() failed>"),
+        (faults.returns_what_does_not_pickle, "the result, a function, cannot go to the parent"),
+    ],
+)
+def test_a_raising_rank_is_named_with_its_traceback(fn, says: str) -> None:
+    error = failure_of(RankError, fn)
+    assert says in str(error)
+    assert error.rank == 1
+    assert "Traceback (most recent call last)" in str(error)
+    assert error.traceback_text in str(error)
+    assert fn is faults.returns_what_does_not_pickle or "child.py" not in str(error)
+
+
+def test_a_novel_of_a_message_is_cut() -> None:
+    error = failure_of(RankError, faults.raises_a_novel)
+    assert "first words" in str(error)
+    assert "last words" in str(error)
+    assert "characters left out" in str(error)
+    assert len(str(error)) < 2 * NOVEL
+
+
+def test_the_first_failure_is_the_headline() -> None:
+    error = failure_of(RankError, faults.all_fail)
+    assert str(error).startswith("rank 1 raised ValueError: from rank 1")
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "exitcode", "says"),
+    [
+        (faults.exits, (0,), None, "rank 1 exited before its function returned: SystemExit: 0"),
+        (faults.exits, (3,), None, "SystemExit: 3"),
+        (faults.exits, ("out of disk",), None, "SystemExit: out of disk"),
+        (faults.is_interrupted, (), None, "KeyboardInterrupt"),
+        (faults.dies, (0,), 0, "rank 1 exited with code 0 before its function returned"),
+        (faults.dies, (3,), 3, "exited with code 3"),
+        (faults.is_killed, (signal.SIGKILL,), -9, "killed by SIGKILL (out of memory?)"),
+        (faults.is_killed, (signal.SIGSEGV,), -11, "killed by SIGSEGV"),
+        (faults.loses_a_peer_and_says_something_else, (), 9, "rank 1 exited with code 9"),
+    ],
+)
+def test_a_dying_rank_is_named_with_its_end(fn, args, exitcode, says: str) -> None:
+    error = failure_of(RankDied, fn, *args)
+    assert str(error).startswith("rank 1 ")
+    assert says in str(error)
+    assert (error.rank, error.exitcode) == (1, exitcode)
+
+
+def test_a_sleeper_does_not_hide_its_dead_parent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    error = failure_of(RankDied, faults.leaves_a_sleeper, str(pid_file))
+    assert (error.rank, error.exitcode) == (1, 5)
+    assert_gone(int(pid_file.read_text()))
+
+
+def test_a_rank_that_cannot_start() -> None:
+    ghost = types.ModuleType("ghost")
+    exec("def fn(comm): ...", ghost.__dict__)
+    sys.modules["ghost"] = ghost
+    try:
+        error = failure_of(RankError, ghost.fn)
+    finally:
+        del sys.modules["ghost"]
+    assert "while starting ModuleNotFoundError: No module named 'ghost'" in str(error)
+    error = failure_of(RankError, faults.takes, faults.OneWay())
+    assert "while starting ImportError: not here" in str(error)
+
+
+def test_a_rank_that_dies_while_starting(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "trapdoor.py").write_text(
+        "import multiprocessing, os\n"
+        "if multiprocessing.parent_process(): os._exit(7)\n"
+        "def fn(comm): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import trapdoor
+
+    error = failure_of(RankDied, trapdoor.fn)
+    assert "exited with code 7 while starting" in str(error)
+
+
+def test_a_result_that_does_not_unpickle_here() -> None:
+    error = failure_of(RankError, faults.returns_one_way)
+    assert "does not unpickle in the parent: not here" in str(error)
+
+
+def test_large_arguments_and_results_travel() -> None:
+    x = np.arange(4_000_000.0)  # 32 MB to each rank and back; a socket holds 0.2
+    for rank, got in enumerate(spawn(faults.echoes, 3, x)):
+        assert np.array_equal(got, x + rank)
+
+
+def test_much_output_does_not_block() -> None:
+    assert spawn(faults.chatters, 2) == [0, 1]
+
+
+def test_a_timeout_lists_the_ranks_that_are_late() -> None:
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        spawn(faults.sleeps, 3, 60.0, timeout=2.5)
+    assert time.monotonic() - start < 2.5 + 1
+    assert isinstance(caught.value, CommTimeout)
+    assert "3 of 3 ranks had not returned from sleeps after 2.5 s" in str(caught.value)
+    assert "rank 0 is in barrier #1, waiting for a message from rank 2" in str(caught.value)
+    assert "rank 1 is in its own code (no operation yet)" in str(caught.value)
+
+
+def test_no_limit_and_enough_time() -> None:
+    assert spawn(faults.sleeps, 2, 0.2, timeout=None) == [0, 1]
+    assert spawn(faults.sleeps, 2, 0.2, timeout=float("inf")) == [0, 1]
+    assert spawn(faults.sleeps, np.int64(2), 0.0, timeout=np.float64(60)) == [0, 1]
+
+
+def test_ranks_in_different_calls_are_told_so() -> None:
+    error = failure_of(DesyncError, faults.uses_a_broken_comm, world=2)
+    assert "all_reduce #1 (float64[3], sum)" in str(error)
+    assert "broadcast #1 (float64[3], src 0)" in str(error)
+
+
+def test_a_rank_that_outstays_its_result_is_ended() -> None:
+    with pytest.warns(RuntimeWarning, match="rank 1 returned, but did not exit within 1 s"):
+        assert spawn(faults.outstays, 2) == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def _fork_server():
+    """Start it outside the test that counts descriptors: one stays open for the server."""
+    spawn(faults.takes, 1, method="forkserver")
+
+
+@pytest.mark.usefixtures("_fork_server")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_run_by_either_method(method: str) -> None:
+    assert spawn(faults.takes, 2, 1, 2, method=method) == [2, 2]
+    error = failure_of(RankDied, faults.is_killed, signal.SIGKILL, method=method)
+    assert (error.rank, error.exitcode) == (1, -9)
+
+
+# -- scripts: what a main module may be, and who is left when it is killed -------------------------
+
+BARE = """
+    import fcntl, os
+    for module, name in (os, "pidfd_open"), (os, "memfd_create"), (fcntl, "F_SETSIG"):
+        if hasattr(module, name):
+            delattr(module, name)
+"""
+
+
+def script(folder: Path, text: str, *, bare: bool = False, stdin: bool = False):
+    """Start a main script, with or without what Linux has and other systems have not."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "main.py"
+    path.write_text(textwrap.dedent(text))
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(BARE) if bare else "")
+    paths = [str(folder), str(HERE), str(HERE.parents[1])]
+    return subprocess.Popen(
+        ["sh", "-c", f"exec {sys.executable} - < {path}"] if stdin else [sys.executable, str(path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def run_script(folder: Path, text: str, **how) -> tuple[int, str, str]:
+    process = script(folder, text, **how)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def assert_gone(pid: int, within: float = 2.0) -> None:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+            os.kill(pid, 0)
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_a_main_script_without_a_guard(tmp_path: Path) -> None:
+    code, _, err = run_script(
+        tmp_path,
+        """
+        from tinyllm.dist.comm import spawn
+        def fn(comm): return comm.rank
+        print(spawn(fn, 2))
+        """,
+    )
+    assert code == 1
+    assert "main.py, line 4 runs again in every rank" in err
+    assert 'if __name__ == "__main__":' in err
+    assert err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["linux", "bare"])
+def test_a_main_script_with_a_guard(tmp_path: Path, bare: bool) -> None:
+    code, out, err = run_script(
+        tmp_path,
+        """
+        import dist_faults
+        from tinyllm.dist.comm import spawn
+        from tinyllm.dist import RankDied
+        def fn(comm): return float(comm.all_reduce(comm.rank + 0.5))
+        if __name__ == "__main__":
+            print(spawn(fn, 3))
+            try:
+                spawn(dist_faults.dies, 3, 7)
+            except RankDied as error:
+                print(error.rank, error.exitcode)
+        """,
+        bare=bare,
+    )
+    assert (code, out.splitlines(), err) == (0, ["[4.5, 4.5, 4.5]", "1 7"], "")
+
+
+def test_a_function_on_standard_input(tmp_path: Path) -> None:
+    code, _, err = run_script(
+        tmp_path,
+        """
+        from tinyllm.dist.comm import spawn
+        def fn(comm): return comm.rank
+        if __name__ == "__main__":
+            spawn(fn, 2)
+        """,
+        stdin=True,
+    )
+    assert code == 1
+    assert "put it into a module" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("how", ["linux", "bare", "forkserver", "bare forkserver"])
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path, how: str) -> None:
+    method = "forkserver" if "forkserver" in how else "spawn"
+    process = script(
+        tmp_path,
+        f"""
+        import os, subprocess, time
+        from tinyllm.dist.comm import spawn
+        def fn(comm):
+            child = subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL)
+            print(os.getpid(), child.pid, flush=True)
+            if comm.rank == 0:
+                comm.recv(1)
+            while True: pass
+        if __name__ == "__main__":
+            spawn(fn, 2, method={method!r})
+        """,
+        bare="bare" in how,
+    )
+    pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
+    process.kill()
+    process.communicate()
+    assert len(pids) == 4
+    for pid in pids:
+        assert_gone(pid)

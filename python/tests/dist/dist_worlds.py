@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyllm.dist import PeerLost
 from tinyllm.dist.board import Board
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh
 
@@ -30,6 +31,9 @@ def in_threads(world: int, fn, *args, mesh=pipe_mesh) -> list[Any]:
     try:
         with ThreadPoolExecutor(world) as pool:
             futures = [pool.submit(rank, comm) for comm in comms]
+        errors = [future.exception() for future in futures if future.exception()]
+        if errors:  # a lost peer is a consequence
+            raise min(errors, key=lambda error: isinstance(error, PeerLost))
         return [future.result() for future in futures]
     finally:
         for comm in comms:

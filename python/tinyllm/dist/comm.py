@@ -13,8 +13,8 @@ steps, each step moving one chunk of n/p entries to the right:
 so that each rank sends 2 (p - 1)/p · n entries, whatever p is: no all-reduce can send less
 (Patarasuk and Yuan, JPDC 2009).
 
-What is not in the chapter stands beside this file: how messages travel (port), what arrays may
-be (arrays), what the parent does with processes (launch).
+How messages travel (port), what arrays may be (arrays) and how processes live and die (launch)
+stand in rooms of their own beside this file.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from itertools import combinations, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from tinyllm.dist import arrays, launch, preflight
+from tinyllm.dist.arrays import Array
 from tinyllm.dist.child import Endpoint
 from tinyllm.dist.port import Ends, Port
 
-Array = NDArray[Any]
 T = TypeVar("T")
 
 
@@ -55,8 +55,8 @@ _bounds = lru_cache(maxsize=256)(chunk_bounds)  # training repeats a few sizes
 class Comm:
     """One rank's place in the world; every collective is called by all ranks, in the same order.
 
-    Results are fresh, writable arrays (or ``out=``, where given), the same bits on every rank;
-    inputs stay as they are.  ``bytes_sent`` counts the payload bytes that this rank sent.
+    Results are fresh, writable arrays, or ``out=`` where given; inputs stay as they are.
+    ``bytes_sent`` counts the payload bytes that this rank sent.
     """
 
     def __init__(self, port: Port) -> None:
@@ -72,8 +72,7 @@ class Comm:
     def send(self, x: ArrayLike, dst: int) -> None:
         """Send a copy of ``x`` (any number dtype and shape) to rank ``dst``: x.nbytes bytes.
 
-        Returns once the pipe has taken all of it: a pipe holds some 200 KB on Linux, and beyond
-        that ``dst`` has to receive.  ValueError where ``dst`` is no other rank.
+        What a pipe cannot hold (some 200 KB on Linux) waits until ``dst`` receives.
         """
         dst = preflight.peer("send: dst", dst, self.rank, self.world)
         x = arrays.numeric(x, "send")
@@ -150,8 +149,7 @@ class Comm:
     def all_gather(self, x: ArrayLike, *, out: Array | None = None) -> Array:
         """Return all ranks' ``x``, each flat, one after the other in rank order, 1-d.
 
-        The sizes may differ from rank to rank.  p - 1 steps; sends every rank's chunk but that of
-        the right neighbour.
+        Their sizes may differ.  p - 1 steps; sends every rank's chunk but the right neighbour's.
         """
         x = arrays.numeric(x, "all_gather")
         chunks: list[Any] = [None] * self.world
@@ -165,17 +163,18 @@ class Comm:
         """Return the sum or mean of all ranks' ``x``, in x's shape and dtype.
 
         A reduce-scatter and an all-gather: 2 (p - 1) steps, 2 (p - 1)/p · x.nbytes bytes sent.
-        ``out`` may be ``x`` itself.  "mean" divides first, so that a mean that fits does not
-        overflow on the way; it wants floats, TypeError otherwise.
+        ``out`` may be ``x`` itself.  "mean" is for floats: TypeError for integers.
         """
         x = arrays.reducible(x, "all_reduce", op)
         result = arrays.result("all_reduce", x.shape, x.dtype, out)
         x = arrays.apart(x, result)
         with self._port.operation("all_reduce", x, redop=op):
-            if op == "mean":
+            if halves := op == "mean" and x.dtype == np.float16:  # whose sum may well be infinite
                 x = np.divide(x, self.world, out=result)
             total = self._chunks(result)
             self._reduce_ring(self._chunks(x), total)
+            if op == "mean" and not halves:
+                total[self.rank] /= self.world
             self._gather_ring(total)
         return arrays.delivered(result, out)
 
@@ -237,8 +236,8 @@ def spawn(
     ``fn`` must be importable by name: each process is a fresh interpreter (with "forkserver", a
     fork of a clean one).  The first rank that raises ends the whole run: RankError with its
     traceback.  RankDied for a rank that ended without returning; CommTimeout, a TimeoutError,
-    where ``timeout`` seconds (None: no limit) did not suffice.  Nothing is left running.
-    BLAS threads per rank default to cores // world, unless the environment sets them.
+    where ``timeout`` seconds (None: no limit) did not suffice.  Nothing is left running.  A rank
+    has cores // world BLAS threads, but at least 1, unless the environment says otherwise.
     """
     job = preflight.checked_job(fn, world, args, timeout, method)
     results: list[Any] = [None] * job.world

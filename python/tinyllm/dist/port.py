@@ -16,16 +16,15 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tinyllm.dist import board as boards
 from tinyllm.dist import frame
+from tinyllm.dist.arrays import Array
 from tinyllm.dist.board import Board
 from tinyllm.dist.errors import CommError, DesyncError, PeerLost
 from tinyllm.dist.frame import Frame
 from tinyllm.dist.link import Channel, Link
 
-Array = NDArray[Any]
 Room = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 PIECE = 1 << 17  # bytes; less than a socket holds, so that the sender refills it while we add

@@ -1,0 +1,33 @@
+# Everything a clone needs; `make` alone lists it.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN = .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: .venv/cli  ## the worked table, the traffic and a training run, measured here
+	$(BIN)/tinyllm demo
+
+test: .venv/dev  ## every test (about two minutes on two cores)
+	$(BIN)/pytest -q
+
+check: .venv/dev  ## format, lint, types, import rule, contract
+	$(BIN)/ruff format --check python course
+	$(BIN)/ruff check python course
+	$(BIN)/mypy
+	$(BIN)/mypy --strict course/contracts/py/tinyllm/dist/comm.pyi
+	$(BIN)/pytest -q python/tests/dist/test_layers.py
+
+clean:  ## remove the environment and all caches
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One environment; each stamp is an extra of pyproject.toml that has been installed into it.
+.venv/%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@

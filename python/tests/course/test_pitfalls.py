@@ -1,0 +1,84 @@
+"""The course judged: its ten tests on every comm.py that they must tell apart.
+
+The reference and the plain comm.py pass all ten; each of the twelve pitfalls, put into the
+reference, fails the test that the chapter's table names for it.  Each runs in an empty environment
+with nothing but NumPy and pytest, from a folder of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+COURSE = ROOT / "course"
+REFERENCE = ROOT / "python/tinyllm/dist"
+PITFALLS = sorted((COURSE / "mutants/L11.2").glob("s*.toml"))
+TEN = re.findall(r"^def (test_\w+)", (COURSE / "tests/L11.2/test_comm.py").read_text(), re.M)
+CHAPTER = (COURSE / "chapters/L11.2.md").read_text()
+
+
+def library_with(folder: Path, comm: str, *, plain: bool = False) -> Path:
+    """A folder that holds ``tinyllm.dist`` with this comm.py, alone or among the reference's."""
+    dist = folder / "tinyllm/dist"
+    if plain:
+        dist.mkdir(parents=True)
+        (dist / "__init__.py").touch()
+        (dist.parent / "__init__.py").touch()
+    else:
+        shutil.copytree(REFERENCE, dist, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(REFERENCE.parent / "__init__.py", dist.parent)
+    (dist / "comm.py").write_text(comm)
+    return folder
+
+
+def course_tests(library: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    """Run the course tests against the comm.py in ``library`` with bare pytest."""
+    tests = COURSE / "tests/L11.2/test_comm.py"
+    chosen = [f"{tests}::{name}" for name in names] or [str(tests)]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(library)]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *chosen],
+        capture_output=True,
+        text=True,
+        cwd=library,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(library), "PYTHONDONTWRITEBYTECODE": "1"}
+        | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        timeout=100,
+    )
+
+
+def test_the_plain_comm_passes_all_ten(tmp_path: Path) -> None:
+    plain = (COURSE / "wheats/L11.2/plain_comm.py").read_text()
+    run = course_tests(library_with(tmp_path, plain, plain=True))
+    assert run.returncode == 0, run.stdout
+    assert "10 passed" in run.stdout
+
+
+@pytest.mark.parametrize("path", PITFALLS, ids=lambda path: path.stem)
+def test_a_pitfall_fails_the_test_that_is_named_for_it(path: Path, tmp_path: Path) -> None:
+    pitfall = tomllib.loads(path.read_text())
+    source = (REFERENCE / "comm.py").read_text()
+    assert source.count(pitfall["old"]) == 1
+    assert max(pitfall["old"].count("\n"), pitfall["new"].count("\n")) <= 3
+    faulty = source.replace(pitfall["old"], pitfall["new"])
+    run = course_tests(library_with(tmp_path, faulty), pitfall["caught_by"])
+    assert run.returncode == 1, run.stdout
+    assert "1 failed" in run.stdout
+    assert "expected" in run.stdout, "the failure does not say what was expected"
+
+
+def test_the_ten_and_the_twelve_are_the_chapters() -> None:
+    checks = re.findall(r"^\| `(test_\w+)` \|", CHAPTER, re.M)
+    assert checks == TEN
+    assert len(TEN) == 10
+    rows = re.findall(r"^\| \d+ \| .* \| `(test_\w+)` \| (s\d\d) \|", CHAPTER, re.M)
+    assert rows == [(tomllib.loads(p.read_text())["caught_by"], p.stem) for p in PITFALLS]
+    assert len(rows) == 12

@@ -1,0 +1,123 @@
+"""Ranks that are not in the same call learn it from the next header, before a byte is used."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dist_worlds import hang_up, in_threads
+
+from tinyllm.dist import CommError, DesyncError
+from tinyllm.dist.comm import Comm
+
+x = np.arange(6.0)
+
+# What rank 0 calls while rank 1 is in all_reduce #1 of float64[6]; and what must be said of it.
+OTHERS = {
+    "another operation": (
+        lambda comm: comm.reduce_scatter(x),
+        "reduce_scatter #1 (float64[6], sum)",
+    ),
+    "another shape": (lambda comm: comm.all_reduce(x[:5]), "all_reduce #1 (float64[5], sum)"),
+    "a larger shape": (lambda comm: comm.all_reduce(np.arange(60_000.0)), "(float64[60000], sum)"),
+    "the same size": (lambda comm: comm.all_reduce(x.reshape(2, 3)), "(float64[2,3], sum)"),
+    "another dtype": (lambda comm: comm.all_reduce(x.astype("f4")), "(float32[6], sum)"),
+    "the same bytes": (lambda comm: comm.all_reduce(x.view("i8")), "all_reduce #1 (int64[6], sum)"),
+    "another op": (lambda comm: comm.all_reduce(x, "mean"), "all_reduce #1 (float64[6], mean)"),
+    "broadcast": (lambda comm: comm.broadcast(x, 0), "broadcast #1 (float64[6], src 0)"),
+    "all_gather": (lambda comm: comm.all_gather(x), "all_gather #1 (float64[6])"),
+    "barrier": (lambda comm: comm.barrier(), "barrier #1"),
+    "send": (lambda comm: comm.send(x, 1), "send to rank 1 (message 1, after #0)"),
+}
+
+
+def differ(comm: Comm, name: str) -> str:
+    call = OTHERS[name][0] if comm.rank == 0 else lambda comm: comm.all_reduce(x)
+    try:
+        call(comm)
+        comm.barrier()
+    except CommError as error:
+        hang_up(comm)
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_different_call_is_a_desync(name: str) -> None:
+    zero, one = in_threads(2, differ, name)
+    assert "DesyncError" in zero + one
+    said = one if "DesyncError" in one else zero
+    assert "all_reduce #1 (float64[6], sum)" in said
+    assert OTHERS[name][1] in said
+
+
+def gather_dtypes(comm: Comm) -> None:
+    comm.all_gather(np.arange(3, dtype="f8" if comm.rank else "i8"))
+
+
+def broadcast_shapes(comm: Comm) -> None:
+    comm.broadcast(np.zeros(3 + comm.rank), 0)
+
+
+@pytest.mark.parametrize("fn", [gather_dtypes, broadcast_shapes])
+def test_arrays_that_travel_whole_must_agree_where_they_can(fn) -> None:
+    with pytest.raises(DesyncError, match="float64"):
+        in_threads(2, fn)
+
+
+def skip_one(comm: Comm) -> None:
+    comm.barrier()
+    if comm.rank:
+        comm.barrier()
+    comm.all_reduce(x)
+
+
+def test_a_skipped_call_shows_both_numbers() -> None:
+    with pytest.raises(DesyncError, match=r"barrier #2.*all_reduce #2|all_reduce #2.*barrier #2"):
+        in_threads(2, skip_one)
+
+
+def message_across_a_collective(comm: Comm) -> None:
+    if comm.rank == 0:
+        comm.send(x, 1)
+    comm.barrier()
+    if comm.rank == 1:
+        comm.recv(0)
+
+
+def test_a_send_and_its_recv_stand_between_the_same_collectives() -> None:
+    with pytest.raises(DesyncError, match=r"barrier #1.*send to rank 1 \(message 1, after #0\)"):
+        in_threads(2, message_across_a_collective)
+
+
+def use_after_failure(comm: Comm) -> str:
+    try:
+        comm.all_reduce(x[comm.rank :])
+    except CommError:
+        hang_up(comm)
+    before = comm.bytes_sent
+    with pytest.raises(CommError, match="broken since all_reduce #1") as again:
+        comm.barrier()
+    assert comm.bytes_sent == before
+    assert isinstance(again.value.__cause__, CommError)
+    return str(again.value)
+
+
+def test_a_comm_stays_broken_and_says_why() -> None:
+    for rank, said in enumerate(in_threads(2, use_after_failure)):
+        assert said.startswith(f"rank {rank}: barrier on a Comm that is broken")
+
+
+def two_threads(comm: Comm) -> str:
+    if comm.rank == 1:
+        comm.send(x, 0)  # not before rank 0 says so
+        return ""
+    with comm._port.operation("recv", root=1):  # as if another thread were in a call
+        with pytest.raises(RuntimeError, match="one thread at a time") as caught:
+            comm.barrier()
+        comm._port.receive(1)
+    return str(caught.value)
+
+
+def test_two_threads_in_one_comm_are_refused() -> None:
+    said, _ = in_threads(2, two_threads)
+    assert "barrier was called while another thread is in recv from rank 1" in said

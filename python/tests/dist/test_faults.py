@@ -197,6 +197,7 @@ def script(folder: Path, text: str, *, bare: bool = False, stdin: bool = False):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
 
@@ -205,6 +206,13 @@ def run_script(folder: Path, text: str, **how) -> tuple[int, str, str]:
     process = script(folder, text, **how)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
+
+
+def group(session: int) -> list[str]:
+    """The processes of a script that still live, whatever group they have moved to."""
+    table = subprocess.run(["ps", "-axo", "sess=,stat=,pid="], capture_output=True, text=True)
+    rows = [line.split() for line in table.stdout.splitlines()]
+    return [pid for sess, stat, pid in rows if sess == str(session) and "Z" not in stat]
 
 
 def assert_gone(pid: int, within: float = 2.0) -> None:
@@ -269,6 +277,28 @@ def test_a_function_on_standard_input(tmp_path: Path) -> None:
     )
     assert code == 1
     assert "put it into a module" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("delay", [0.2, 0.3, 0.4, 0.6, 1.0])
+def test_ctrl_c_is_one_interrupt_in_the_parent(tmp_path: Path, delay: float) -> None:
+    process = script(
+        tmp_path,
+        """
+        import dist_faults
+        from tinyllm.dist.comm import spawn
+        if __name__ == "__main__":
+            try:
+                spawn(dist_faults.sleeps, 4, 60.0)
+            except KeyboardInterrupt:
+                print("interrupted")
+        """,
+    )
+    time.sleep(delay)  # from before the ranks start until they run
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    if out:  # else it came before the script did
+        assert (process.returncode, out, err) == (0, "interrupted\n", "")
+    assert not group(process.pid)
 
 
 @pytest.mark.parametrize("how", ["linux", "bare", "forkserver", "bare forkserver"])

@@ -29,6 +29,7 @@ from tinyllm.dist.errors import (
     RankDied,
     RankError,
 )
+from tinyllm.dist.launch import cores
 
 __all__ = [
     "Comm",
@@ -40,6 +41,7 @@ __all__ = [
     "RankDied",
     "RankError",
     "chunk_bounds",
+    "cores",
     "pipe_mesh",
     "spawn",
 ]

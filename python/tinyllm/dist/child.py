@@ -77,6 +77,9 @@ def leave_with_parent() -> None:
     rank is doing; elsewhere a thread waits for it.
     """
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets a Ctrl-C that was held until now:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent has it as well
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parent = multiprocessing.parent_process()
     assert parent is not None
     lifeline = parent.sentinel

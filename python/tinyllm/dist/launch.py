@@ -141,7 +141,8 @@ class Team:
         process = context.Process(  # type: ignore[attr-defined]  # typeshed: BaseContext has none
             target=child.main, args=(rank, theirs, endpoint, self._board), name=f"rank {rank}"
         )
-        process.start()
+        with _ctrl_c_held():
+            process.start()
         theirs.close()
         endpoint.close()
         member = Member(
@@ -264,6 +265,16 @@ def _pidfd(process: BaseProcess) -> int | None:
         return os.pidfd_open(process.pid or 0)
     except OSError:  # an old kernel, or a sandbox that forbids it
         return None
+
+
+@contextmanager
+def _ctrl_c_held() -> Iterator[None]:
+    """A rank inherits the blocked SIGINT, until it has left the terminal's group (child.py)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

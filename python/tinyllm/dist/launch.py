@@ -25,6 +25,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
@@ -99,9 +100,11 @@ class Team:
 
     def __enter__(self) -> Team:
         try:
+            resource_tracker.ensure_running()  # later, it would let Ctrl-C through while we hold it
             with _blas_threads(self._job):
                 for rank, endpoint in enumerate(self._endpoints):
-                    self._start(rank, endpoint)
+                    with _ctrl_c_held():
+                        self._start(rank, endpoint)
         except BaseException:
             self._end()
             raise
@@ -141,8 +144,7 @@ class Team:
         process = context.Process(  # type: ignore[attr-defined]  # typeshed: BaseContext has none
             target=child.main, args=(rank, theirs, endpoint, self._board), name=f"rank {rank}"
         )
-        with _ctrl_c_held():
-            process.start()
+        process.start()
         theirs.close()
         endpoint.close()
         member = Member(
@@ -232,6 +234,10 @@ class Team:
             )
 
     def _end(self) -> None:
+        with _ctrl_c_held():
+            self._end_all()
+
+    def _end_all(self) -> None:
         for member in self._members:
             if not member.gone:
                 member.kill()
@@ -269,7 +275,10 @@ def _pidfd(process: BaseProcess) -> int | None:
 
 @contextmanager
 def _ctrl_c_held() -> Iterator[None]:
-    """A rank inherits the blocked SIGINT, until it has left the terminal's group (child.py)."""
+    """Let no KeyboardInterrupt come between a process and our knowing of it, or its end.
+
+    A rank that starts inherits the blocked SIGINT, until it has left the terminal's group.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

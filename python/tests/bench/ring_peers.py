@@ -1,12 +1,12 @@
-"""all_reduce beside the least a ring can be, on the same descriptors and in turn.
+"""all_reduce beside the least that a ring can be, in turn and in one run.
 
     python python/tests/bench/ring_peers.py [--world 2 4] [--rounds 9]
 
-Peers, all of them even/odd rings over the sockets that the Comm itself uses:
+Peers, all of them even/odd rings, the bare ones over the very sockets that the Comm uses:
 
     bare+add   sendmsg and recv_into of the raw chunks, numpy adds; no header, no check, no count
     bare       the same without the adds: what moving the bytes alone takes
-    pickle     Connection.send(array) and recv(), as a first version would be written
+    pickle     Connection.send(array) and recv() over pipes of its own, as a first version has it
 
 Prints the median time of one all_reduce (``out=``) and the ratios: below 1 we are faster.
 """
@@ -14,15 +14,16 @@ Prints the median time of one all_reduce (``out=``) and the ratios: below 1 we a
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import statistics
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from tinyllm.dist.comm import Comm, chunk_bounds, spawn
+from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh, spawn
+from tinyllm.dist.port import Ends
 
 SIZES = [8, 64, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20]
 
@@ -78,17 +79,35 @@ class PickleRing(BareRing):
 
     def __init__(self, comm: Comm, n: int) -> None:
         super().__init__(comm, n, adds=True)
-        self.left, self.right = (Connection(os.dup(s.fileno())) for s in (self.left, self.right))
-        for end in (self.left, self.right):  # they read through the file API: no timeouts
-            with socket.socket(fileno=os.dup(end.fileno())) as s:
-                s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bytes(16))
-                s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(16))
+        self.left = comm.plain[(comm.rank - 1) % comm.world]
+        self.right = comm.plain[(comm.rank + 1) % comm.world]
 
     def send(self, x):
         self.right.send(x)
 
     def recv(self, x):
         x[:] = self.left.recv()
+
+
+@dataclass
+class TwoMeshes(Ends):
+    """The Comm's pipes, and as many plain ones for the ring that pickles."""
+
+    plain: list[Connection | None]
+
+    def open(self, board):
+        comm = super().open(board)
+        comm.plain = self.plain
+        return comm
+
+    def close(self):
+        super().close()
+        Ends(self.rank, self.plain, None).close()
+
+
+def two_meshes(world: int) -> list[TwoMeshes]:
+    pairs = zip(pipe_mesh(world), pipe_mesh(world), strict=True)
+    return [TwoMeshes(ours.rank, ours.channels, ours.comm, plain.channels) for ours, plain in pairs]
 
 
 def measure(comm: Comm, size: int, rounds: int) -> dict[str, list[float]]:
@@ -125,7 +144,7 @@ def main() -> None:
     print(f"{'world':>5} {'bytes':>11} {'ours µs':>10}  vs bare+add   vs bare   pickle/ours")
     for world in options.world:
         for size in SIZES:
-            ranks = spawn(measure, world, size, options.rounds, timeout=None)
+            ranks = spawn(measure, world, size, options.rounds, timeout=None, mesh=two_meshes)
             medians = {
                 name: statistics.median(map(max, zip(*(rank[name] for rank in ranks), strict=True)))
                 for name in ranks[0]

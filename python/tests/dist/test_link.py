@@ -48,7 +48,7 @@ def test_what_is_sent_arrives(one_call: int, monkeypatch) -> None:
     monkeypatch.setattr(links, "ONE_CALL", one_call)
     a, b = socket.socketpair()
     left, right = Link(a, 1, Owner()), Link(b, 0, Owner())
-    for n in (0, 1, 70_001):
+    for n in (0, 1, 100_001):
         x = np.arange(n) * 1.5
         head, got = memoryview(bytearray(4)), np.empty(n)
         thread = send_all(left, x)

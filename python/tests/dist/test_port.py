@@ -64,6 +64,32 @@ def test_arrays_that_travel_whole_must_agree_where_they_can(fn) -> None:
         in_threads(2, fn)
 
 
+def reduce_and_count(comm: Comm, n: int) -> tuple[int, int]:
+    messages = 0
+    for link in filter(None, comm._port._links):
+        send = link.send
+
+        def count(*args, send=send) -> None:
+            nonlocal messages
+            messages += 1
+            send(*args)
+
+        link.send = count
+    comm.all_reduce(np.arange(float(n)))
+    reducing = messages
+    comm.barrier()
+    return reducing, messages - reducing
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 50])
+def test_only_chunks_that_hold_something_travel(n: int) -> None:
+    world = 5
+    counts = in_threads(world, reduce_and_count, n)
+    chunks = min(n, world)  # that are not empty; each takes world - 1 steps in either half
+    assert sum(reducing for reducing, _ in counts) == 2 * (world - 1) * chunks
+    assert [barrier for _, barrier in counts] == [world - 1] * world
+
+
 def skip_one(comm: Comm) -> None:
     comm.barrier()
     if comm.rank:

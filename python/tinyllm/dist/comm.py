@@ -72,7 +72,7 @@ class Comm:
     def send(self, x: ArrayLike, dst: int) -> None:
         """Send a copy of ``x`` (any number dtype and shape) to rank ``dst``: x.nbytes bytes.
 
-        What a pipe cannot hold (some 200 KB on Linux) waits until ``dst`` receives.
+        What a pipe cannot hold (some 500 KB on Linux) waits until ``dst`` receives.
         """
         dst = preflight.peer("send: dst", dst, self.rank, self.world)
         x = arrays.numeric(x, "send")

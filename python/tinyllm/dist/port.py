@@ -27,7 +27,7 @@ from tinyllm.dist.link import Channel, Link
 
 Room = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
-PIECE = 1 << 17  # bytes; less than a socket holds, so that the sender refills it while we add
+PIECE = 1 << 19  # bytes that are added at a time, while they are in the cache and more arrive
 
 _HEADERS = 256  # packed headers that a port remembers
 
@@ -103,6 +103,7 @@ class Port:
         else:
             self._seq += 1
         self._whole = op in _FREE
+        self._chunked = x is not None and not self._whole
         self._free = _FREE.get(op, ()) if x is None or op == "all_gather" else ()
         self._head = self._header(op, x, redop, root)
         frame.number(self._head, self._seq, nth)
@@ -156,7 +157,12 @@ class Port:
     # -- messages ------------------------------------------------------------------------------
 
     def send(self, dst: int, x: Array) -> None:
-        """Send ``x``, contiguous, behind the operation's header or, as a whole array, its own."""
+        """Send ``x``, contiguous, behind the operation's header or, as a whole array, its own.
+
+        An empty chunk of an array does not travel: its receiver knows that it is empty.
+        """
+        if self._chunked and not x.size:
+            return
         head = self._head
         if self._whole:
             head = self._frame._replace(dtype=x.dtype, shape=x.shape).pack()
@@ -175,6 +181,8 @@ class Port:
         if self._whole:
             return self._receive_whole(src, link, room)
         assert into is not None
+        if self._chunked and not into.size:
+            return into
         if add is None:
             link.recv_into(frame.SIZE + into.nbytes, self._head_in, into)
             self._check(src)

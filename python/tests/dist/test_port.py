@@ -1,4 +1,4 @@
-"""Ranks that are not in the same call learn it from the next header, before a byte is used."""
+"""One rank's side of the mesh: what it checks, counts, refuses and remembers."""
 
 from __future__ import annotations
 
@@ -10,44 +10,6 @@ from tinyllm.dist import CommError, DesyncError
 from tinyllm.dist.comm import Comm
 
 x = np.arange(6.0)
-
-# What rank 0 calls while rank 1 is in all_reduce #1 of float64[6]; and what must be said of it.
-OTHERS = {
-    "another operation": (
-        lambda comm: comm.reduce_scatter(x),
-        "reduce_scatter #1 (float64[6], sum)",
-    ),
-    "another shape": (lambda comm: comm.all_reduce(x[:5]), "all_reduce #1 (float64[5], sum)"),
-    "a larger shape": (lambda comm: comm.all_reduce(np.arange(60_000.0)), "(float64[60000], sum)"),
-    "the same size": (lambda comm: comm.all_reduce(x.reshape(2, 3)), "(float64[2,3], sum)"),
-    "another dtype": (lambda comm: comm.all_reduce(x.astype("f4")), "(float32[6], sum)"),
-    "the same bytes": (lambda comm: comm.all_reduce(x.view("i8")), "all_reduce #1 (int64[6], sum)"),
-    "another op": (lambda comm: comm.all_reduce(x, "mean"), "all_reduce #1 (float64[6], mean)"),
-    "broadcast": (lambda comm: comm.broadcast(x, 0), "broadcast #1 (float64[6], src 0)"),
-    "all_gather": (lambda comm: comm.all_gather(x), "all_gather #1 (float64[6])"),
-    "barrier": (lambda comm: comm.barrier(), "barrier #1"),
-    "send": (lambda comm: comm.send(x, 1), "send to rank 1 (message 1, after #0)"),
-}
-
-
-def differ(comm: Comm, name: str) -> str:
-    call = OTHERS[name][0] if comm.rank == 0 else lambda comm: comm.all_reduce(x)
-    try:
-        call(comm)
-        comm.barrier()
-    except CommError as error:
-        hang_up(comm)
-        return f"{type(error).__name__} {error}"
-    return "nothing"
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_different_call_is_a_desync(name: str) -> None:
-    zero, one = in_threads(2, differ, name)
-    assert "DesyncError" in zero + one
-    said = one if "DesyncError" in one else zero
-    assert "all_reduce #1 (float64[6], sum)" in said
-    assert OTHERS[name][1] in said
 
 
 def gather_dtypes(comm: Comm) -> None:
@@ -90,18 +52,6 @@ def test_only_chunks_that_hold_something_travel(n: int) -> None:
     assert [barrier for _, barrier in counts] == [world - 1] * world
 
 
-def skip_one(comm: Comm) -> None:
-    comm.barrier()
-    if comm.rank:
-        comm.barrier()
-    comm.all_reduce(x)
-
-
-def test_a_skipped_call_shows_both_numbers() -> None:
-    with pytest.raises(DesyncError, match=r"barrier #2.*all_reduce #2|all_reduce #2.*barrier #2"):
-        in_threads(2, skip_one)
-
-
 def message_across_a_collective(comm: Comm) -> None:
     if comm.rank == 0:
         comm.send(x, 1)
@@ -111,8 +61,10 @@ def message_across_a_collective(comm: Comm) -> None:
 
 
 def test_a_send_and_its_recv_stand_between_the_same_collectives() -> None:
-    with pytest.raises(DesyncError, match=r"barrier #1.*send to rank 1 \(message 1, after #0\)"):
+    with pytest.raises(DesyncError) as caught:
         in_threads(2, message_across_a_collective)
+    assert "rank 0: send to rank 1 (message 1, after #0)" in str(caught.value)
+    assert "rank 1: barrier #1" in str(caught.value)
 
 
 def use_after_failure(comm: Comm) -> str:

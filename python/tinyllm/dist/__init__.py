@@ -3,16 +3,18 @@
     train -> dist (this face) -> {tcp, shm, algorithms} -> comm -> {port, arrays, launch} -> ...
 
     comm        the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
-      arrays      what arrays and out= may be
-      port        one rank's side of the mesh: links, numbering, header check
-        link        one duplex byte channel to one peer
-        frame       the header of every message
-      preflight   what can be said before anything starts
       launch      start processes, wait for any, end them
+        verdict     what went wrong, in words
+        member      one rank as the parent sees it
         child       what a rank's process does
         mailbox     the private channel between parent and rank
-        verdict     what went wrong, in words
+        preflight   what can be said before anything starts
+      port        one rank's side of the mesh: links, numbering, header check
+        link        one duplex byte channel to one peer
+      diagnosis   who disagrees, who waits for whom, whose fault it is
       board       who is in which operation, in shared memory
+      frame       the header of every message
+      arrays      what arrays and out= may be
     errors      every error class
 
 The import rule: a module imports only from below itself in this list, and nobody outside imports

@@ -1,10 +1,16 @@
 """The board: one slot per rank, in memory that the parent shares with its ranks.
 
-A rank writes into its own slot which operation it is in and whom it waits for; it never waits for
-the board and never reads a clock for it.  When a run is stuck the parent reads all slots, also
-those of ranks that are stopped or stuck in C, and can say who waits for whom.
+A rank writes into its own slot which operation it is in and whom it waits for.  It never waits for
+the board, and reads it only when it has waited for a message for a while.  When a run is stuck the
+parent reads all slots, also those of ranks that are stopped or stuck in C.
 
-    slot = | doing | peer |  header of the current or the last operation (frame.SIZE bytes)  |
+    | alarm | slot 0 | slot 1 | ...
+
+    slot = | version, doing, peer, witness, broken | header | testimony | sent | received |
+
+``header`` is that of the current or the last operation.  ``testimony`` is the header of a message
+that did not belong to it, and ``witness`` the rank that sent it.  ``sent`` and ``received`` count
+messages of send and recv by peer.  The version is odd while the header is being written.
 """
 
 from __future__ import annotations
@@ -17,29 +23,14 @@ from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
 from tinyllm.dist import frame
+from tinyllm.dist.frame import Frame
 
-# What a rank is doing. Waiting adds the peer that the rank waits for.
-STARTING, RUNNING, INSIDE, RECEIVING, SENDING, RETURNED = range(6)
+# What a rank is doing.  Those that wait add the peer that they wait for.
+STARTING, RUNNING, INSIDE, RECEIVING, SENDING, RETURNED, FAILED = range(7)
 
-_SLOT = 640  # whole cache lines, so that ranks do not disturb each other
-
-
-class Slot:
-    """One rank's place on the board, as that rank writes it."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._words = view[:16].cast("q")
-        self._head = view[16 : 16 + frame.SIZE]
-
-    def enter(self, head: bytearray) -> None:
-        """The rank begins the operation that ``head`` describes."""
-        self._head[:] = head
-        self._words[0] = INSIDE
-
-    def mark(self, doing: int, peer: int = -1) -> None:
-        """The rank's state changes; ``peer`` is whom it waits for."""
-        self._words[1] = peer
-        self._words[0] = doing
+_LINE = 64  # bytes; a cache line, so that ranks do not disturb each other
+_VERSION, _DOING, _PEER, _WITNESS, _BROKEN = range(5)
+_READS = 100  # tries to read a slot between two writes of its owner
 
 
 class Entry(NamedTuple):
@@ -47,50 +38,136 @@ class Entry(NamedTuple):
 
     rank: int
     doing: int
-    peer: int
-    operation: str
+    peer: int = -1
+    version: int = 0
+    frame: Frame | None = None  # of the current or the last operation
+    testimony: tuple[int, Frame] | None = None  # who sent what this rank could not use
+    sent: tuple[int, ...] = ()  # messages of send, by destination
+    received: tuple[int, ...] = ()  # messages of recv, by source
+    broken: bool = False  # an operation failed
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank waits for ``peer``."""
+        return self.doing in (RECEIVING, SENDING)
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether the current or last operation is a collective."""
+        return self.frame is not None and self.frame.is_collective
+
+    @property
+    def whereabouts(self) -> str:
+        """The operation, or where the rank left off."""
+        return f"returned after #{self.collectives}" if self.doing == RETURNED else str(self.frame)
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives the rank has begun."""
+        return self.frame.seq if self.frame else 0
 
     def __str__(self) -> str:
         """``rank 2 is in all_reduce #3 (float64[35], sum), waiting for a message from rank 1``."""
-        if self.doing == STARTING:
-            return f"rank {self.rank} is starting"
-        if self.doing == RETURNED:
-            return f"rank {self.rank} has returned"
-        if self.doing == RUNNING:
-            last = (
-                f"its last operation was {self.operation}" if self.operation else "no operation yet"
-            )
-            return f"rank {self.rank} is in its own code ({last})"
-        wait = {
-            INSIDE: "",
-            RECEIVING: f", waiting for a message from rank {self.peer}",
-            SENDING: f", waiting for rank {self.peer} to take a message",
-        }[self.doing]
-        return f"rank {self.rank} is in {self.operation}{wait}"
+        last = f"the last operation was {self.frame}" if self.frame else "no operation yet"
+        words = {
+            STARTING: "is starting",
+            RUNNING: f"is in its own code ({last})",
+            INSIDE: f"is in {self.frame}",
+            RECEIVING: f"is in {self.frame}, waiting for a message from rank {self.peer}",
+            SENDING: f"is in {self.frame}, waiting for rank {self.peer} to take a message",
+            RETURNED: f"has returned ({last})",
+            FAILED: f"failed in {self.frame}",
+        }
+        return f"rank {self.rank} {words[self.doing]}"
+
+
+class Slot:
+    """One rank's place on the board, as that rank writes it."""
+
+    def __init__(self, memory: memoryview, world: int) -> None:
+        self._words = memory[:_LINE].cast("q")
+        self._head = memory[_LINE : _LINE + frame.SIZE]
+        self._testimony = memory[_LINE + frame.SIZE : _LINE + 2 * frame.SIZE]
+        counts = memory[_LINE + 2 * frame.SIZE :].cast("Q")
+        self.sent = counts[:world]
+        self.received = counts[world : 2 * world]
+
+    def enter(self, head: bytearray) -> None:
+        """The rank begins the operation that ``head`` describes."""
+        words = self._words
+        version = words[_VERSION]
+        words[_VERSION] = version + 1
+        self._head[:] = head
+        words[_DOING] = INSIDE
+        words[_VERSION] = version + 2
+
+    def mark(self, doing: int, peer: int = -1) -> None:
+        """What the rank does now; ``peer`` is whom it waits for."""
+        self._words[_PEER] = peer
+        self._words[_DOING] = doing
+        self._words[_VERSION] += 2
+
+    def leave(self) -> None:
+        """The rank is done with the operation."""
+        self._words[_DOING] = RUNNING
+
+    def fail(self) -> None:
+        """The operation failed: no later message of this rank can be trusted."""
+        self._words[_BROKEN] = 1
+        self.mark(FAILED)
+
+    def testify(self, witness: int, head: bytes) -> None:
+        """A message of ``witness`` did not belong to the rank's operation; this was its header."""
+        self._testimony[:] = head
+        self._words[_WITNESS] = witness + 1
+
+    def read(self, rank: int) -> Entry:
+        """What the slot says; between two writes of its owner."""
+        for _ in range(_READS):
+            version, doing, peer, witness, broken = self._words[:5]
+            head = bytes(self._head)
+            if version % 2 == 0 and version == self._words[_VERSION]:
+                break
+        told = (witness - 1, frame.unpack(self._testimony)) if witness else None
+        return Entry(
+            rank,
+            doing,
+            peer,
+            version,
+            frame.unpack(head) if any(head[:4]) else None,
+            told,
+            tuple(self.sent),
+            tuple(self.received),
+            bool(broken),
+        )
 
 
 class Board:
-    """All ranks' slots; pickles into Process arguments, and only there."""
+    """All ranks' slots, and the alarm; pickles into Process arguments, and only there."""
 
     def __init__(self, world: int, fd: int | None = None) -> None:
         self.world = world
-        self._fd = _anonymous_file(world * _SLOT) if fd is None else fd
-        self._map = mmap.mmap(self._fd, world * _SLOT)
+        size = _LINE + 2 * frame.SIZE + 16 * world
+        self._slot_size = -size // _LINE * -_LINE
+        total = _LINE + world * self._slot_size
+        self._fd = anonymous_file("tinyllm board", total) if fd is None else fd
+        self._map = mmap.mmap(self._fd, total)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, (self.world, DupFd(self._fd))
 
     def slot(self, rank: int) -> Slot:
-        """The slot that rank ``rank`` writes."""
-        return Slot(memoryview(self._map)[rank * _SLOT : (rank + 1) * _SLOT])
+        """The slot of rank ``rank``."""
+        start = _LINE + rank * self._slot_size
+        return Slot(memoryview(self._map)[start : start + self._slot_size], self.world)
 
-    def read(self, rank: int) -> Entry:
-        """What rank ``rank`` last wrote."""
-        slot = memoryview(self._map)[rank * _SLOT : (rank + 1) * _SLOT]
-        doing, peer = slot[:16].cast("q")
-        head = bytes(slot[16 : 16 + frame.SIZE])
-        operation = str(frame.unpack(head)) if any(head) else ""
-        return Entry(rank, doing, peer, operation)
+    def alarm(self) -> memoryview:
+        """One word that is not 0 once a rank knows that the ranks are not in the same call."""
+        return memoryview(self._map)[:8].cast("q")
+
+    def read(self) -> list[Entry]:
+        """What all ranks last wrote."""
+        return [self.slot(rank).read(rank) for rank in range(self.world)]
 
     def close(self) -> None:
         """Give the descriptors back, and the memory if no slot of it is in use here."""
@@ -103,10 +180,10 @@ def _attach(world: int, fd: Any) -> Board:
     return Board(world, fd.detach())
 
 
-def _anonymous_file(size: int) -> int:
-    """A descriptor of shared memory that has no name, so that nothing can be left behind."""
+def anonymous_file(name: str, size: int = 0) -> int:
+    """A descriptor of a file that has no path, so that nothing of it can be left behind."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("tinyllm-board")
+        fd = os.memfd_create(name)
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())

@@ -7,6 +7,7 @@ traceback does, as text.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import fcntl
 import multiprocessing
 import os
@@ -17,13 +18,15 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
 from typing import Any, NoReturn, Protocol
 
 from tinyllm.dist import board as boards
 from tinyllm.dist import mailbox
 from tinyllm.dist.board import Board
-from tinyllm.dist.errors import CommError, PeerLost
+from tinyllm.dist.errors import CommError, DesyncError, PeerLost
 from tinyllm.dist.mailbox import Failure
 
 TEXT_LIMIT = 64 * 1024  # characters of a traceback that travel
@@ -39,9 +42,31 @@ class Endpoint(Protocol):
         """In the parent, once the rank has started: let go of what is not the parent's."""
 
 
-def main(rank: int, control: Connection, endpoint: Endpoint, board: Board) -> None:
+# The parent asks for the Python stack by this signal. Nobody else uses it, and C code answers, also
+# where Python does not come round to it.
+SHOW_STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+
+
+@dataclass
+class StackFile:
+    """A file without a path, into which a rank writes its stack when the parent asks for it."""
+
+    fd: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (DupFd(self.fd),)
+
+
+def _reopened(fd: Any) -> StackFile:
+    return StackFile(fd.detach())
+
+
+def main(
+    rank: int, control: Connection, endpoint: Endpoint, board: Board, stack: StackFile
+) -> None:
     """The rank's whole life."""
     leave_with_parent()
+    faulthandler.register(SHOW_STACK, file=stack.fd)
     parent = mailbox.RankSide(control)
     slot = board.slot(rank)
     try:
@@ -53,6 +78,7 @@ def main(rank: int, control: Connection, endpoint: Endpoint, board: Board) -> No
         slot.mark(boards.RETURNED)
         kind, payload = mailbox.RETURNED, _pickled_result(value)
     except BaseException as error:
+        slot.mark(boards.FAILED)
         kind, payload = mailbox.RAISED, pickle.dumps(_failure(error))
     parent.ship(kind, payload)
     _exit()
@@ -118,7 +144,7 @@ def _failure(error: BaseException) -> Failure:
     return Failure(
         headline=_cut("".join(traceback.format_exception_only(error)).strip(), TEXT_LIMIT // 8),
         traceback_text=_cut(text, TEXT_LIMIT),
-        secondary=_has_peer_lost(error),
+        remoteness=_remoteness(error),
         exited=not isinstance(error, Exception),
         error=error if isinstance(error, CommError) and _is_ours(error) else None,
     )
@@ -128,14 +154,16 @@ def _is_ours(error: CommError) -> bool:
     return type(error).__module__ == CommError.__module__  # not a subclass of the user's
 
 
-def _has_peer_lost(error: BaseException) -> bool:
-    """``raise KeyError from peer_lost`` is as much a consequence as the PeerLost itself."""
+def _remoteness(error: BaseException) -> int:
+    """How far the error is from a cause: ``raise KeyError from lost`` is as far as ``lost``."""
     chain: list[BaseException] = [error]
     for link in chain:
         for earlier in (link.__cause__, link.__context__):
             if earlier is not None and not any(earlier is known for known in chain):
                 chain.append(earlier)
-    return any(isinstance(link, PeerLost) for link in chain)
+    if any(isinstance(link, PeerLost) for link in chain):
+        return 2
+    return int(any(isinstance(link, DesyncError) for link in chain))
 
 
 def _cut(text: str, limit: int) -> str:

@@ -63,7 +63,8 @@ class Comm:
         self.rank = port.rank
         self.world = port.world
         self.bytes_sent = 0
-        self._port = port
+        self.timeout: float | None = None  # seconds that one operation may wait for a peer
+        self._port, port.limit = port, lambda: self.timeout
         self._left = (self.rank - 1) % self.world
         self._right = (self.rank + 1) % self.world
 
@@ -181,8 +182,7 @@ class Comm:
     def broadcast(self, x: ArrayLike | None, src: int, *, out: Array | None = None) -> Array:
         """Return rank ``src``'s ``x``; others pass None, or an array of the same shape and dtype.
 
-        It walks the ring from ``src`` to the rank just before it: p - 1 steps, x.nbytes bytes sent
-        by each rank but the last.
+        It walks the ring to the rank before ``src``: p - 1 steps; all but the last send x.nbytes.
         """
         src = preflight.rank("broadcast: src", src, self.rank, self.world)
         known: Any = x  # None: this rank learns shape and dtype from the message

@@ -50,6 +50,11 @@ class Frame(NamedTuple):
     nth: int = 0
 
     @property
+    def is_collective(self) -> bool:
+        """Whether all ranks take part: neither send nor recv."""
+        return self.op not in ("send", "recv")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the array that the header describes."""
         return self.dtype.itemsize * math.prod(self.shape) if self.dtype else 0
@@ -74,7 +79,9 @@ class Frame(NamedTuple):
         if self.op in ("send", "recv"):
             way = "to" if self.op == "send" else "from"
             return f"{self.op} {way} rank {self.root} (message {self.nth}, after #{self.seq})"
-        array = f"{self.dtype}[{','.join(map(str, self.shape))}]" if self.dtype else ""
+        array = str(self.dtype or "")
+        if self.dtype and self.op != "all_gather":  # whose ranks may bring different shapes
+            array += f"[{','.join(map(str, self.shape))}]"
         words = [array, self.redop, f"src {self.root}" if self.root >= 0 else ""]
         return f"{self.op} #{self.seq} ({', '.join(filter(None, words))})".replace(" ()", "")
 

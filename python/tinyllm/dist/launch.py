@@ -24,21 +24,21 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from types import TracebackType
 
-from tinyllm.dist import child, mailbox, verdict
+from tinyllm.dist import child, diagnosis, mailbox, verdict
 from tinyllm.dist.board import Board
 from tinyllm.dist.child import Endpoint
-from tinyllm.dist.errors import CommError
-from tinyllm.dist.mailbox import Failure, ParentSide
+from tinyllm.dist.errors import CommError, DesyncError
+from tinyllm.dist.mailbox import Failure
+from tinyllm.dist.member import Member
 from tinyllm.dist.preflight import Job
 from tinyllm.dist.verdict import Report
 
 TICK = 0.05  # seconds between looks at processes that no descriptor watches
-GRACE = 0.25  # seconds that a consequence waits for its cause
+GRACE = 0.25  # seconds that a consequence waits for its cause, and that a stack may take
 FAREWELL = 1.0  # seconds without any exit, once all results are in, until ranks are ended
 
 _BLAS_SETTINGS = (
@@ -48,42 +48,6 @@ _BLAS_SETTINGS = (
     "VECLIB_MAXIMUM_THREADS",
 )
 _environment = threading.Lock()  # os.environ is the process's, and spawn may run in several threads
-
-
-class Member:
-    """One rank, as the parent sees it."""
-
-    def __init__(self, rank: int, process: BaseProcess, mail: ParentSide, own_child: bool) -> None:
-        self.rank = rank
-        self.process = process
-        self.mail = mail
-        self.started = False
-        self.reported = False
-        self.gone = False
-        # A sentinel is a pipe, which grandchildren of the rank inherit and keep open; a pidfd is
-        # not.
-        self.pidfd = _pidfd(process) if own_child else None
-        self.watch = process.sentinel if self.pidfd is None else self.pidfd
-
-    def kill(self) -> None:
-        """End the rank and what it started; SIGKILL also ends what is stopped or stuck in C."""
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError, PermissionError):
-                kill(self.process.pid or 0, signal.SIGKILL)
-
-    def reap(self) -> int:
-        """Wait for the end of the process, its group's included; return the exit code."""
-        self.kill()
-        self.process.join()
-        self.gone = True
-        return self.process.exitcode or 0
-
-    def close(self) -> None:
-        """Give back what the parent holds of a process that is gone."""
-        self.mail.socket.close()
-        self.process.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
 
 
 class Team:
@@ -118,6 +82,7 @@ class Team:
     ) -> None:
         try:
             if error is None:
+                self._check_accounts()
                 self._say_farewell()
         finally:
             self._end()
@@ -129,28 +94,20 @@ class Team:
             if not self._reports and time.monotonic() >= self._deadline:
                 raise self._timeout()
         report = self._reports.popleft()
-        return self._cause_of(report) if report.secondary else report
+        return self._settled(report) if report.remoteness else report
 
     def error(self, report: Report) -> CommError:
         """The error to raise for a failed rank; failures that came with it are listed in it."""
         others = [other for other in self._reports if other.failed]
-        return verdict.error(report, self._board.read(report.rank), others)
+        return verdict.error(report, self._board.read(), others)
 
     # -- one rank --------------------------------------------------------------------------------
 
     def _start(self, rank: int, endpoint: Endpoint) -> None:
         context = multiprocessing.get_context(self._job.method)
-        ours, theirs = context.Pipe(duplex=True)
-        process = context.Process(  # type: ignore[attr-defined]  # typeshed: BaseContext has none
-            target=child.main, args=(rank, theirs, endpoint, self._board), name=f"rank {rank}"
-        )
-        process.start()
-        theirs.close()
-        endpoint.close()
-        member = Member(
-            rank, process, ParentSide(ours, self._job.payload), self._job.method == "spawn"
-        )
+        member = Member(context, rank, self._job.payload, endpoint, self._board)
         self._members.append(member)
+        endpoint.close()
         both = selectors.EVENT_READ | selectors.EVENT_WRITE
         self._selector.register(member.mail.socket, both, (self._on_mail, member))
         self._selector.register(member.watch, selectors.EVENT_READ, (self._on_end, member))
@@ -201,21 +158,34 @@ class Team:
             if not member.gone and member.pidfd is None and not member.process.is_alive():
                 self._on_end(member, 0)
 
-    def _cause_of(self, report: Report) -> Report:
-        """A rank lost a peer: the peer's own failure says more, and is about to arrive."""
+    def _settled(self, report: Report) -> Report:
+        """A lost peer's own failure says more, and so does what all ranks say of a dispute."""
         until = min(time.monotonic() + GRACE, self._deadline)
-        while time.monotonic() < until:
-            for other in self._reports:
-                if other.failed and not other.secondary:
-                    self._reports.remove(other)
-                    self._reports.append(report)
-                    return other
+        while time.monotonic() < until and not all(member.reported for member in self._members):
+            if any(other.failed and not other.remoteness for other in self._reports):
+                break
             self._turn(until)
-        return report
+        failed = [report, *(other for other in self._reports if other.failed)]
+        cause = min(failed, key=lambda other: other.remoteness)
+        if cause is not report:
+            self._reports.remove(cause)
+            self._reports.append(report)
+        return cause
 
     def _timeout(self) -> CommError:
-        entries = [self._board.read(m.rank) for m in self._members if not m.reported]
-        return verdict.timeout(self._job.name, self._job.timeout, self._job.world, entries)
+        pending = [member for member in self._members if not member.reported]
+        for member in pending:
+            member.ask_for_stack()
+        until = time.monotonic() + GRACE
+        while not all(m.stack() for m in pending if m.started) and time.monotonic() < until:
+            time.sleep(0.01)
+        stacks = {member.rank: member.stack() for member in pending if member.started}
+        return verdict.timeout(self._job, self._board.read(), [m.rank for m in pending], stacks)
+
+    def _check_accounts(self) -> None:
+        known = diagnosis.unfinished(self._board.read())
+        if known:
+            raise DesyncError(f"all ranks returned, but {known}", rank=known.culprit)
 
     def _say_farewell(self) -> None:
         staying = len(self._members)
@@ -224,10 +194,10 @@ class Team:
             self._turn(until)
             if staying > (staying := sum(not m.gone for m in self._members)):
                 until = time.monotonic() + FAREWELL
-        late = [str(m.rank) for m in self._members if not m.gone]
+        late = [m.rank for m in self._members if not m.gone]
         if late:
             warnings.warn(
-                f"rank {', '.join(late)} returned, but did not exit within {FAREWELL:g} s"
+                f"{diagnosis.named(late)} returned, but did not exit within {FAREWELL:g} s"
                 " (a thread or an atexit function is still running?) and was ended",
                 RuntimeWarning,
                 stacklevel=4,
@@ -262,15 +232,6 @@ def _opened(rank: int, kind: int, payload: bytearray) -> Report:
     if kind == mailbox.RAISED:
         return Report(rank, failure=content)
     return Report(rank, value=content)
-
-
-def _pidfd(process: BaseProcess) -> int | None:
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(process.pid or 0)
-    except OSError:  # an old kernel, or a sandbox that forbids it
-        return None
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm.dist.errors import PeerLost
+from tinyllm.dist.errors import CommError
 
 GLANCE = 0.05  # seconds that a blocked call stays in the kernel
 LOOKS = 20  # looks at an empty link before blocking on it
@@ -53,7 +53,7 @@ class Owner(Protocol):
     def waiting(self, peer: int, *, sending: bool, done: int) -> None:
         """Called each time that GLANCE seconds moved nothing; may raise to give up."""
 
-    def lost(self, peer: int, why: str) -> PeerLost:
+    def lost(self, peer: int, why: str) -> CommError:
         """The error to raise when the peer is gone."""
         ...
 

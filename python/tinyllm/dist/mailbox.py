@@ -29,7 +29,7 @@ class Failure(NamedTuple):
 
     headline: str  # "ValueError: boom"
     traceback_text: str
-    secondary: bool = False  # the consequence of another rank's failure
+    remoteness: int = 0  # from a cause: 0 it is one, 1 it follows from a dispute, 2 a lost peer
     exited: bool = False  # sys.exit or KeyboardInterrupt
     error: CommError | None = None  # the exception itself, where it is one of ours
 

@@ -9,6 +9,7 @@ message can be trusted.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from tinyllm.dist import board as boards
-from tinyllm.dist import frame
+from tinyllm.dist import diagnosis, frame
 from tinyllm.dist.arrays import Array
-from tinyllm.dist.board import Board
-from tinyllm.dist.errors import CommError, DesyncError, PeerLost
+from tinyllm.dist.board import Board, Entry
+from tinyllm.dist.errors import CommError, CommTimeout, DesyncError, PeerLost
 from tinyllm.dist.frame import Frame
-from tinyllm.dist.link import Channel, Link
+from tinyllm.dist.link import GLANCE, Channel, Link
 
 Room = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
@@ -67,19 +68,21 @@ class Port:
         """``channels[peer]`` leads to rank ``peer``; a rank has none to itself."""
         self.rank = rank
         self.world = len(channels)
+        self.limit: Callable[[], float | None] = lambda: None  # seconds that an operation may wait
         self._links = [
             None if channel is None else Link(channel, peer, self)
             for peer, channel in enumerate(channels)
         ]
+        self._board = board
+        self._alarm = board.alarm()
         self._slot = board.slot(rank)
         self._seq = 0  # collectives begun
-        self._sent = [0] * self.world  # messages of send, by destination
-        self._received = [0] * self.world  # messages of recv, by source
         self._scratch = bytearray(frame.SIZE + PIECE)  # a header, and a piece of payload to add
         self._memory = memoryview(self._scratch)
         self._head_in = self._memory[: frame.SIZE]
         self._pieces: dict[np.dtype[Any], Array] = {}  # the scratch's payload, by dtype
         self._headers: dict[tuple[Any, ...], bytearray] = {}
+        self._head = Frame("barrier", 0).pack()
         self._busy = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -94,12 +97,9 @@ class Port:
         """
         self._enter(op)
         nth = 0
-        if op == "send":
-            self._sent[root] += 1
-            nth = self._sent[root]
-        elif op == "recv":
-            self._received[root] += 1
-            nth = self._received[root]
+        if op in ("send", "recv"):
+            counts = self._slot.sent if op == "send" else self._slot.received
+            nth = counts[root] = counts[root] + 1
         else:
             self._seq += 1
         self._whole = op in _FREE
@@ -108,6 +108,11 @@ class Port:
         self._head = self._header(op, x, redop, root)
         frame.number(self._head, self._seq, nth)
         self._slot.enter(self._head)
+        self._since = 0.0  # when the operation began to wait, if it did
+        if self._alarm[0]:
+            error = self._desync(f"rank {self.rank} calls {self._frame}")
+            self.__exit__(DesyncError, error, None)
+            raise error
         return self
 
     def _header(self, op: str, x: Array | None, redop: str, root: int) -> bytearray:
@@ -149,9 +154,11 @@ class Port:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if error is None:
+            self._slot.leave()
+        else:
             self._failure = error
-        self._slot.mark(boards.RUNNING)
+            self._slot.fail()
         self._busy.release()
 
     # -- messages ------------------------------------------------------------------------------
@@ -230,7 +237,7 @@ class Port:
 
     def _check(self, src: int) -> None:
         if not self._scratch.startswith(self._head):
-            raise self._desync(src)
+            raise self._refusal(src)
 
     def _agreed(self, src: int) -> Frame:
         """The header that arrived, if it belongs to the call that this rank is in."""
@@ -238,16 +245,25 @@ class Port:
         if mine.op == "recv":
             mine = mine._replace(op="send", root=self.rank)
         if mine._replace(**{field: getattr(theirs, field) for field in self._free}) != theirs:
-            raise self._desync(src)
+            raise self._refusal(src)
         return theirs
 
-    def _desync(self, src: int) -> DesyncError:
+    def _refusal(self, src: int) -> DesyncError:
+        """A message of ``src`` does not belong to this rank's operation: tell everybody."""
         theirs = frame.unpack(self._scratch)
+        self._slot.testify(src, bytes(self._head_in))
+        return self._desync(
+            f"rank {self.rank} is in {self._frame}, but rank {src} sent it a message of {theirs}"
+        )
+
+    def _desync(self, what: str) -> DesyncError:
+        self._alarm[0] = 1
+        entries = self._board.read()
+        known = diagnosis.dispute(entries)
+        lines = "".join(f"\n  {entry}" for entry in entries)
         return DesyncError(
-            f"rank {self.rank} is in {self._frame}, but rank {src} sent it a message of {theirs}."
-            " All ranks must call the same collectives in the same order, with the same shapes,"
-            " dtypes, op and src",
-            rank=self.rank,
+            f"{what}: {known or lines}",
+            rank=known.culprit if known else None,
             op=self._frame.op,
             seq=self._frame.seq,
         )
@@ -259,12 +275,31 @@ class Port:
         self._slot.mark(boards.SENDING if sending else boards.RECEIVING, peer)
         if not sending and not self._whole and done >= frame.SIZE:
             self._check(peer)  # a shorter message than ours would keep us waiting for the rest
+        entries = self._board.read()
+        if self._alarm[0] or diagnosis.dispute(entries):
+            raise self._desync(f"rank {self.rank} is in {self._frame}")
+        self._check_limit(entries, peer)
 
-    def lost(self, peer: int, why: str) -> PeerLost:
-        """A link lost its peer."""
+    def lost(self, peer: int, why: str) -> CommError:
+        """A link lost its peer: it returned too early, or something happened to it."""
+        if diagnosis.dispute(self._board.read()):
+            return self._desync(f"rank {self.rank} is in {self._frame}")
         return PeerLost(
             f"rank {self.rank} lost rank {peer} in {self._frame}: {why}",
             rank=peer,
+            op=self._frame.op,
+            seq=self._frame.seq,
+        )
+
+    def _check_limit(self, entries: list[Entry], peer: int) -> None:
+        now, limit = time.monotonic(), self.limit()
+        self._since = self._since or now - GLANCE
+        if limit is None or now - self._since < limit:
+            return
+        blamed, sentence = diagnosis.standstill(entries)
+        raise CommTimeout(
+            f"{entries[self.rank]}, for {limit:g} s: {sentence or entries[peer]}",
+            rank=blamed[0] if len(blamed) == 1 else None,
             op=self._frame.op,
             seq=self._frame.seq,
         )

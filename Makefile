@@ -4,7 +4,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN = .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test check soak clean
+
+N = 1000
+SEED = 7
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +24,10 @@ check: .venv/dev  ## format, lint, types, import rule, contract
 	$(BIN)/mypy
 	$(BIN)/mypy --strict course/contracts/py/tinyllm/dist/comm.pyi
 	$(BIN)/pytest -q python/tests/dist/test_layers.py
+
+soak: .venv/dev  ## N=1000 random faults from SEED=7, and as many operations without one, times ten
+	$(BIN)/python python/tests/soak/campaign.py --faults $(N) --seed $(SEED)
+	$(BIN)/python python/tests/soak/campaign.py --clean $$(( 10 * $(N) )) --seed $(SEED)
 
 clean:  ## remove the environment and all caches
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

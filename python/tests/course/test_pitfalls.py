@@ -1,8 +1,7 @@
-"""The course judged: its ten tests on every comm.py that they must tell apart.
+"""The course judged: each pitfall, put into the reference, fails the test that is named for it.
 
-The reference and the plain comm.py pass all ten; each of the twelve pitfalls, put into the
-reference, fails the test that the chapter's table names for it.  Each runs in an empty environment
-with nothing but NumPy and pytest, from a folder of its own.
+(That the reference and the plain comm.py pass all ten, course/tests and test_ol show.)  Each runs
+in an empty environment, with bare pytest, from a folder of its own.
 """
 
 from __future__ import annotations
@@ -25,16 +24,11 @@ TEN = re.findall(r"^def (test_\w+)", (COURSE / "tests/L11.2/test_comm.py").read_
 CHAPTER = (COURSE / "chapters/L11.2.md").read_text()
 
 
-def library_with(folder: Path, comm: str, *, plain: bool = False) -> Path:
-    """A folder that holds ``tinyllm.dist`` with this comm.py, alone or among the reference's."""
+def library_with(folder: Path, comm: str) -> Path:
+    """A folder that holds the reference's ``tinyllm.dist`` with this comm.py in it."""
     dist = folder / "tinyllm/dist"
-    if plain:
-        dist.mkdir(parents=True)
-        (dist / "__init__.py").touch()
-        (dist.parent / "__init__.py").touch()
-    else:
-        shutil.copytree(REFERENCE, dist, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(REFERENCE.parent / "__init__.py", dist.parent)
+    shutil.copytree(REFERENCE, dist, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REFERENCE.parent / "__init__.py", dist.parent)
     (dist / "comm.py").write_text(comm)
     return folder
 
@@ -53,13 +47,6 @@ def course_tests(library: Path, *names: str) -> subprocess.CompletedProcess[str]
         | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         timeout=100,
     )
-
-
-def test_the_plain_comm_passes_all_ten(tmp_path: Path) -> None:
-    plain = (COURSE / "wheats/L11.2/plain_comm.py").read_text()
-    run = course_tests(library_with(tmp_path, plain, plain=True))
-    assert run.returncode == 0, run.stdout
-    assert "10 passed" in run.stdout
 
 
 @pytest.mark.parametrize("path", PITFALLS, ids=lambda path: path.stem)

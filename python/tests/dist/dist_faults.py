@@ -107,6 +107,16 @@ def loses_a_peer_and_says_something_else(comm: Comm) -> None:
         raise KeyError("gradients") from error
 
 
+def hangs_up_before_it_dies(comm: Comm) -> None:
+    """The others are lost, and say so, before the cause is known."""
+    if comm.rank == 1:
+        for link in filter(None, comm._port._links):
+            link.close()
+        time.sleep(0.1)
+        os._exit(9)
+    comm.all_reduce(np.arange(10.0))
+
+
 def all_fail(comm: Comm) -> None:
     time.sleep(0.0 if comm.rank == 1 else 0.15)
     raise ValueError(f"from rank {comm.rank}")
@@ -162,6 +172,40 @@ def chatters(comm: Comm) -> int:
     for _ in range(200):
         print("x" * 10_000)
     return comm.rank
+
+
+def is_stuck(comm: Comm, how: str) -> None:
+    """Rank 1 gets nowhere after a collective that all have been through."""
+    comm.all_reduce(np.arange(10.0))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if comm.rank == 1:
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "in C":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            np.sort(np.arange(2e8)[::-1] % 1001, kind="heapsort")
+        while how == "looping":
+            pass
+    comm.barrier()
+
+
+def is_stopped_in_a_collective(comm: Comm) -> None:
+    """Its place on the board says that it waits, and it never will again."""
+    if comm.rank == 1:
+        pid = os.getpid()
+        if os.fork() == 0:
+            time.sleep(0.4)
+            os.kill(pid, signal.SIGSTOP)
+            os._exit(0)
+    if comm.rank == 0:
+        time.sleep(1.0)
+    comm.barrier()
+
+
+def spawns(comm: Comm) -> list[int]:
+    from tinyllm.dist.comm import spawn
+
+    return spawn(takes, 2, *range(comm.rank))
 
 
 def outstays(comm: Comm) -> int:

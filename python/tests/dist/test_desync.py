@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from dist_worlds import in_threads
 
-from tinyllm.dist import CommTimeout, DesyncError
+from tinyllm.dist import CommTimeout, DesyncError, diagnosis
+from tinyllm.dist.board import RECEIVING, RETURNED, SENDING, Entry
 from tinyllm.dist.comm import Comm, spawn
+from tinyllm.dist.frame import Frame
 
 x = np.arange(8.0)
 ODD = 2  # the rank that does something else
@@ -154,7 +156,20 @@ def test_an_early_return_is_told_with_its_number() -> None:
     with pytest.raises(DesyncError, match="rank 1: returned after #1") as caught:
         spawn(returns_early, 3)
     assert caught.value.rank == 1
-    assert "ranks 0 and 2: all_reduce #2 (float64[8], sum)" in str(caught.value)
+    assert "ranks 0 and 2: went on to all_reduce #2 (float64[8], sum)" in str(caught.value)
+
+
+def test_who_returned_is_held_against_all_that_went_on() -> None:
+    entries = [
+        Entry(0, RETURNED, frame=Frame("barrier", 1)),
+        Entry(1, RECEIVING, 0, frame=Frame("all_gather", 3, np.dtype("f8"), (4,))),
+        Entry(2, RECEIVING, 1, frame=Frame("all_gather", 3, np.dtype("f8"), (4,))),
+        Entry(3, SENDING, 0, frame=Frame("broadcast", 2, np.dtype("f8"), (4,), root=1)),
+    ]
+    known = diagnosis.dispute(entries)
+    assert known.culprit == 0
+    assert "rank 0: returned after #1" in str(known)
+    assert "ranks 1, 2 and 3: went on to all_gather #3 (float64), broadcast #2" in str(known)
 
 
 def keeps_a_secret(comm: Comm, secret: str) -> int:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import dist_faults as faults
@@ -75,6 +76,7 @@ def test_the_first_failure_is_the_headline() -> None:
         (faults.is_killed, (signal.SIGKILL,), -9, "killed by SIGKILL (out of memory?)"),
         (faults.is_killed, (signal.SIGSEGV,), -11, "killed by SIGSEGV"),
         (faults.loses_a_peer_and_says_something_else, (), 9, "rank 1 exited with code 9"),
+        (faults.hangs_up_before_it_dies, (), 9, "rank 1 exited with code 9"),
     ],
 )
 def test_a_dying_rank_is_named_with_its_end(fn, args, exitcode, says: str) -> None:
@@ -141,6 +143,42 @@ def test_a_timeout_lists_the_ranks_that_are_late() -> None:
     assert "3 of 3 ranks had not returned from sleeps after 2.5 s" in str(caught.value)
     assert "rank 0 is in barrier #1, waiting for a message from rank 2" in str(caught.value)
     assert "rank 1 is in its own code (no operation yet)" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["looping", "stopped", "in C"])
+def test_a_timeout_names_the_rank_that_is_stuck(how: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(CommTimeout) as caught:
+        spawn(faults.is_stuck, 3, how, timeout=2.0)
+    assert time.monotonic() - start < 2.0 + 1
+    said = str(caught.value)
+    assert caught.value.rank == 1, said
+    assert "rank 1 not done, and others wait" in said
+    assert "rank 0 is in barrier #2" in said
+    if how != "stopped":
+        assert "rank 1 is at\n" in said
+        assert "dist_faults.py" in said.partition("rank 1 is at")[2]
+        assert "in is_stuck" in said
+
+
+def test_a_timeout_names_the_rank_that_is_stopped_inside_a_collective() -> None:
+    with pytest.raises(CommTimeout) as caught:
+        spawn(faults.is_stopped_in_a_collective, 3, timeout=2.0)
+    assert caught.value.rank == 1
+    assert "rank 1 shows no sign of life: stopped, or stuck in C" in str(caught.value)
+
+
+def test_a_rank_may_spawn() -> None:
+    assert spawn(faults.spawns, 2) == [[0, 0], [1, 1]]
+
+
+def test_two_spawns_at_once_from_threads() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(spawn, faults.sleeps, world, 0.2) for world in (2, 3)]
+        failing = pool.submit(spawn, faults.dies, 2, 3)
+        assert [run.result() for run in runs] == [[0, 1], [0, 1, 2]]
+        with pytest.raises(RankDied, match="exited with code 3"):
+            failing.result()
 
 
 def test_no_limit_and_enough_time() -> None:
@@ -264,6 +302,31 @@ def test_a_main_script_with_a_guard(tmp_path: Path, bare: bool) -> None:
     assert (code, out.splitlines(), err) == (0, ["[4.5, 4.5, 4.5]", "1 7"], "")
 
 
+def test_a_daemon_may_not_spawn_and_a_start_method_does_not_matter(tmp_path: Path) -> None:
+    code, out, err = run_script(
+        tmp_path,
+        """
+        import multiprocessing
+        import dist_faults
+        from tinyllm.dist.comm import spawn
+        def daemon():
+            try:
+                spawn(dist_faults.takes, 2)
+            except RuntimeError as error:
+                print(error, flush=True)
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("fork")
+            print(spawn(dist_faults.takes, 2, 1, 2), flush=True)
+            process = multiprocessing.Process(target=daemon, daemon=True)
+            process.start()
+            process.join()
+        """,
+    )
+    first, second = out.splitlines()
+    assert (code, first, err) == (0, "[2, 2]", "")
+    assert "spawn: a daemon process may have no children" in second
+
+
 def test_a_function_on_standard_input(tmp_path: Path) -> None:
     code, _, err = run_script(
         tmp_path,
@@ -298,6 +361,9 @@ def test_ctrl_c_is_one_interrupt_in_the_parent(tmp_path: Path, delay: float) -> 
     out, err = process.communicate(timeout=10)
     if out:  # else it came before the script did
         assert (process.returncode, out, err) == (0, "interrupted\n", "")
+    deadline = time.monotonic() + 2  # multiprocessing's own helper takes a moment to leave
+    while group(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not group(process.pid)
 
 

@@ -109,7 +109,7 @@ def test_a_peer_that_goes_while_we_receive(when: str) -> None:
     says = {
         "idle": "rank 3: it closed the connection between messages",
         "inside": "rank 3: it closed the connection after 7 of 20 bytes",
-        "reset": "rank 3: Connection reset by peer, after 0 of 20 bytes",
+        "reset": "rank 3: Connection reset by peer after 0 of 20 bytes",
     }
     assert str(caught.value) == says[when]
     assert caught.value.rank == 3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from dist_worlds import hang_up, in_threads
 
-from tinyllm.dist import CommError, DesyncError
+from tinyllm.dist import CommError, DesyncError, frame
+from tinyllm.dist.board import Board
 from tinyllm.dist.comm import Comm
 
 x = np.arange(6.0)
@@ -99,3 +102,64 @@ def two_threads(comm: Comm) -> str:
 def test_two_threads_in_one_comm_are_refused() -> None:
     said, _ = in_threads(2, two_threads)
     assert "barrier was called while another thread is in recv from rank 1" in said
+
+
+def too_short(comm: Comm) -> str:
+    """Rank 0 sends a chunk of 3 entries in place of 30,000, and no more."""
+    try:
+        if comm.rank == 0:
+            with comm._port.operation("reduce_scatter", x, redop="sum"):
+                comm._port.send(1, x[:3])
+                time.sleep(0.5)
+        else:
+            comm._port._board = Board(2)  # so that only the header can tell
+            comm.all_reduce(np.arange(60_000.0))
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_a_message_that_is_too_short_is_told_by_its_header() -> None:
+    start = time.monotonic()
+    _, said = in_threads(2, too_short)
+    assert time.monotonic() - start < 2
+    assert "rank 0 sent it a message of reduce_scatter #1 (float64[6], sum)" in said
+
+
+def alarmed(comm: Comm) -> str:
+    if comm.rank == 1:
+        time.sleep(0.2)
+        comm._port._alarm[0] = 1
+        time.sleep(0.5)
+        return ""
+    with pytest.raises(DesyncError) as caught:
+        comm.barrier()
+    return str(caught.value)
+
+
+def test_the_alarm_reaches_a_rank_that_waits() -> None:
+    start = time.monotonic()
+    said, _ = in_threads(2, alarmed)
+    assert time.monotonic() - start < 2
+    assert "rank 0 is in barrier #1" in said
+
+
+def refuses(comm: Comm) -> str:
+    """Nothing on the board is certain here: only the message itself tells."""
+    if comm.rank == 0:
+        comm.send(x, 1)
+        return ""
+    try:
+        with comm._port.operation("recv", root=0):
+            frame.number(comm._port._head, 0, 9)  # it waits for the ninth
+            comm._port._slot.enter(comm._port._head)
+            comm._port.receive(0)
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_a_refused_message_is_shown_beside_the_call() -> None:
+    _, said = in_threads(2, refuses)
+    assert "rank 1: recv from rank 0 (message 9, after #0)" in said
+    assert "rank 0: send to rank 1 (message 1, after #0)" in said

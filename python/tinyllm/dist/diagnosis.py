@@ -79,15 +79,11 @@ def _common(frame: Frame, known: dict[Frame, set[int]]) -> Frame:
 
 def _returned(entries: Sequence[Entry]) -> Dispute | None:
     for gone in entries:
-        missing = [e for e in entries if e.is_in_collective and e.collectives > gone.collectives]
-        if gone.doing == RETURNED and missing:
-            groups: dict[str, set[int]] = {}
-            for entry in missing:
-                groups.setdefault(str(entry.frame), set()).add(entry.rank)
-            for entry in entries:
-                if entry.doing == RETURNED and entry.collectives == gone.collectives:
-                    groups.setdefault(entry.whereabouts, set()).add(entry.rank)
-            return _dispute(groups)
+        on = [e for e in entries if e.is_in_collective and e.collectives > gone.collectives]
+        if gone.doing == RETURNED and on:
+            calls = ", ".join(sorted({str(entry.frame) for entry in on}))
+            left = {e.rank for e in entries if e.whereabouts == gone.whereabouts}
+            return _dispute({gone.whereabouts: left, f"went on to {calls}": {e.rank for e in on}})
     return None
 
 

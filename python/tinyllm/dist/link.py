@@ -33,6 +33,8 @@ ONE_CALL = 1 << 30  # bytes; some kernels refuse 2 GiB in one call
 # than cores too; a long wait begins some 40 microseconds later for it.
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
+_DONTWAIT, _WAITALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)  # not slow enums
+
 Buffer = Any  # contiguous memory: bytes, a memoryview, an array
 
 
@@ -67,6 +69,8 @@ class Link:
         self._socket = socket.socket(fileno=os.dup(channel.fileno()))
         channel.close()
         self._socket.setblocking(True)
+        self._sendmsg: Any = self._socket.sendmsg
+        self._recvmsg_into: Any = self._socket.recvmsg_into
         glance = struct.pack("ll", 0, int(GLANCE * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, glance)
@@ -75,7 +79,12 @@ class Link:
     def send(self, head: Buffer, body: NDArray[Any]) -> None:
         """Send ``head`` and a contiguous 1-d array; returns once the kernel has every byte."""
         total = len(head) + body.nbytes
-        sent = self._write((head, body)) if total <= ONE_CALL else 0
+        sent = 0
+        if total <= ONE_CALL:
+            try:  # the fast path has no call of ours below it
+                sent = self._sendmsg((head, body))
+            except OSError as error:
+                self._check(error, "while sending to it")
         if sent == total:
             return
         parts = (memoryview(head), _bytes_of(body))
@@ -87,12 +96,19 @@ class Link:
 
     def recv_into(self, total: int, *buffers: Buffer) -> None:
         """Fill contiguous buffers of ``total`` bytes, one after the other, from the stream."""
-        got = self._look(buffers, total) if total <= ONE_CALL else 0
+        got = 0
+        if total <= ONE_CALL:
+            try:  # likewise
+                got = self._recvmsg_into(buffers, 0, _DONTWAIT)[0]
+            except BlockingIOError:
+                got = self._look(buffers, total)
+            except OSError as error:
+                self._check(error, f"after 0 of {total:,} bytes")
         if got == total:
             return
         parts = [_bytes_of(buffer) for buffer in buffers]
         while got < total:
-            moved = self._read(_rest(parts, got), socket.MSG_WAITALL, got, total)
+            moved = self._read(_rest(parts, got), _WAITALL, got, total)
             if not moved:
                 self._owner.waiting(self.peer, sending=False, done=got)
             got += moved
@@ -102,23 +118,21 @@ class Link:
         self._socket.close()
 
     def _look(self, buffers: Sequence[Buffer], total: int) -> int:
+        """Bytes read without blocking, if any came soon."""
         for _ in range(LOOKS):
-            moved = self._read(buffers, socket.MSG_DONTWAIT, 0, total)
+            _give_way()
+            moved = self._read(buffers, _DONTWAIT, 0, total)
             if moved:
                 return moved
-            _give_way()
         return 0
 
     def _read(self, buffers: Sequence[Buffer], flags: int, got: int, total: int) -> int:
         """Bytes read; 0 where nothing came in time."""
         try:
-            moved = self._socket.recvmsg_into(buffers, 0, flags)[0]
-        except BlockingIOError:
-            return 0
+            moved: int = self._recvmsg_into(buffers, 0, flags)[0]
         except OSError as error:
-            raise self._owner.lost(
-                self.peer, f"{error.strerror}, after {got:,} of {total:,} bytes"
-            ) from error
+            self._check(error, f"after {got:,} of {total:,} bytes")
+            return 0
         if not moved:
             where = f"after {got:,} of {total:,} bytes" if got else "between messages"
             raise self._owner.lost(self.peer, f"it closed the connection {where}")
@@ -127,11 +141,15 @@ class Link:
     def _write(self, buffers: Sequence[Buffer]) -> int:
         """Bytes written; 0 where the peer took nothing in time."""
         try:
-            return self._socket.sendmsg(buffers)
-        except BlockingIOError:
-            return 0
+            return int(self._sendmsg(buffers))
         except OSError as error:
-            raise self._owner.lost(self.peer, f"{error.strerror} while sending to it") from error
+            self._check(error, "while sending to it")
+            return 0
+
+    def _check(self, error: OSError, when: str) -> None:
+        """Nothing moved in time: that is no error. All others mean that the peer is gone."""
+        if not isinstance(error, BlockingIOError):
+            raise self._owner.lost(self.peer, f"{error.strerror} {when}") from error
 
 
 def _bytes_of(buffer: Buffer) -> memoryview:

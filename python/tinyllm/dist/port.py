@@ -69,7 +69,7 @@ class Port:
         self.rank = rank
         self.world = len(channels)
         self.limit: Callable[[], float | None] = lambda: None  # seconds that an operation may wait
-        self._links = [
+        self._links: list[Any] = [  # Links, by peer; None at the rank itself
             None if channel is None else Link(channel, peer, self)
             for peer, channel in enumerate(channels)
         ]
@@ -174,7 +174,7 @@ class Port:
         if self._whole:
             head = self._frame._replace(dtype=x.dtype, shape=x.shape).pack()
             x = x.reshape(-1)
-        self._link(dst).send(head, x)
+        self._links[dst].send(head, x)
 
     def receive(
         self, src: int, into: Array | None = None, add: Array | None = None, room: Room = np.empty
@@ -184,7 +184,7 @@ class Port:
         With ``add``, ``into`` becomes the sum of ``add`` and what arrives.  A whole array is put
         where ``room(shape, dtype)`` makes room for it.
         """
-        link = self._link(src)
+        link = self._links[src]
         if self._whole:
             return self._receive_whole(src, link, room)
         assert into is not None
@@ -192,25 +192,30 @@ class Port:
             return into
         if add is None:
             link.recv_into(frame.SIZE + into.nbytes, self._head_in, into)
-            self._check(src)
+            if not self._scratch.startswith(self._head):
+                raise self._refusal(src)
         else:
             self._receive_sum(src, link, into, add)
         return into
 
     def _receive_sum(self, src: int, link: Link, into: Array, add: Array) -> None:
         """Add piece by piece, while what arrived is still in the cache."""
-        pieces = self._typed_scratch(into.dtype)
-        begin, start = 0, 0  # the header comes along with the first piece
-        while True:
-            stop = min(start + pieces.size, into.size)
-            end = frame.SIZE + (stop - start) * into.itemsize
-            link.recv_into(end - begin, self._memory[begin:end])
-            if not begin:
-                self._check(src)
+        pieces, itemsize = self._pieces.get(into.dtype), into.itemsize
+        if pieces is None:
+            pieces = np.frombuffer(self._scratch, into.dtype, PIECE // itemsize, frame.SIZE)
+            self._pieces[into.dtype] = pieces
+        n, size = into.size, pieces.size
+        stop = n if n < size else size
+        end = frame.SIZE + stop * itemsize  # the header comes along with the first piece
+        link.recv_into(end, self._memory[:end])
+        if not self._scratch.startswith(self._head):
+            raise self._refusal(src)
+        np.add(pieces[:stop], add[:stop], out=into[:stop])
+        for start in range(size, n, size):
+            stop = min(start + size, n)
+            end = frame.SIZE + (stop - start) * itemsize
+            link.recv_into(end - frame.SIZE, self._memory[frame.SIZE : end])
             np.add(pieces[: stop - start], add[start:stop], out=into[start:stop])
-            if stop == into.size:
-                return
-            begin, start = frame.SIZE, stop
 
     def _receive_whole(self, src: int, link: Link, room: Room) -> Array:
         link.recv_into(frame.SIZE, self._head_in)
@@ -221,23 +226,7 @@ class Port:
             link.recv_into(x.nbytes, x.reshape(-1))
         return x
 
-    def _link(self, peer: int) -> Link:
-        link = self._links[peer]
-        assert link is not None  # Comm never sends to itself
-        return link
-
-    def _typed_scratch(self, dtype: np.dtype[Any]) -> Array:
-        if dtype not in self._pieces:
-            self._pieces[dtype] = np.frombuffer(
-                self._scratch, dtype, PIECE // dtype.itemsize, frame.SIZE
-            )
-        return self._pieces[dtype]
-
     # -- agreement -----------------------------------------------------------------------------
-
-    def _check(self, src: int) -> None:
-        if not self._scratch.startswith(self._head):
-            raise self._refusal(src)
 
     def _agreed(self, src: int) -> Frame:
         """The header that arrived, if it belongs to the call that this rank is in."""
@@ -273,8 +262,9 @@ class Port:
     def waiting(self, peer: int, *, sending: bool, done: int) -> None:
         """A link moved nothing for a while: say so on the board, and look whether all is well."""
         self._slot.mark(boards.SENDING if sending else boards.RECEIVING, peer)
-        if not sending and not self._whole and done >= frame.SIZE:
-            self._check(peer)  # a shorter message than ours would keep us waiting for the rest
+        partly = not sending and not self._whole and done >= frame.SIZE
+        if partly and not self._scratch.startswith(self._head):
+            raise self._refusal(peer)  # it may be shorter than ours, and the rest will not come
         entries = self._board.read()
         if self._alarm[0] or diagnosis.dispute(entries):
             raise self._desync(f"rank {self.rank} is in {self._frame}")

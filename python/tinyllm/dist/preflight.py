@@ -10,6 +10,7 @@ import ast
 import errno
 import linecache
 import math
+import multiprocessing
 import operator
 import os
 import pickle
@@ -45,6 +46,10 @@ def checked_job(
         raise ValueError(
             f"spawn: method={method!r}; ranks start by {' or '.join(map(repr, METHODS))}"
             " (a fork would inherit the pipes of the other ranks)"
+        )
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "spawn: a daemon process may have no children; start this one with daemon=False"
         )
     _check_importable(fn)
     _check_main_guard(sys._getframe(2))

@@ -1,0 +1,164 @@
+"""Every detector is needed: taken out of the library, one by one, a test that is named here fails.
+
+A test that hangs without its detector fails, too, after a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LIBRARY = HERE.parents[1] / "tinyllm"
+
+OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "-c", os.devnull]
+
+# name: (file, what stands there, what it is replaced by, the test that must fail)
+DETECTORS = {
+    "the header of a chunk": (
+        "port.py",
+        "if not self._scratch.startswith(self._head):",
+        "if False:",
+        "test_desync.py::test_every_rank_learns_that_one_disagrees[another dtype]",
+    ),
+    "the header of a whole array": (
+        "port.py",
+        "if mine._replace(**{field: getattr(theirs, field) for field in self._free}) != theirs:",
+        "if False:",
+        "test_port.py::test_arrays_that_travel_whole_must_agree_where_they_can[gather_dtypes]",
+    ),
+    "the header of a message that is too short": (
+        "port.py",
+        "if partly and not self._scratch.startswith(self._head):",
+        "if False:",
+        "test_port.py::test_a_message_that_is_too_short_is_told_by_its_header",
+    ),
+    "the alarm, for a rank that waits": (
+        "port.py",
+        "if self._alarm[0] or diagnosis.dispute(entries):",
+        "if diagnosis.dispute(entries):",
+        "test_port.py::test_the_alarm_reaches_a_rank_that_waits",
+    ),
+    "the alarm, for a rank that comes later": (
+        "port.py",
+        "        if self._alarm[0]:\n",
+        "        if False:\n",
+        "test_desync.py::test_a_rank_that_comes_later_is_told_at_once",
+    ),
+    "the board, where nobody sends": (
+        "port.py",
+        "if self._alarm[0] or diagnosis.dispute(entries):",
+        "if self._alarm[0]:",
+        "test_desync.py::test_where_nobody_sends_the_board_tells",
+    ),
+    "calls of the same number": (
+        "diagnosis.py",
+        "_same_number(entries) or ",
+        "",
+        "test_desync.py::test_where_nobody_sends_the_board_tells",
+    ),
+    "an early return": (
+        "diagnosis.py",
+        "_returned(entries) or ",
+        "",
+        "test_desync.py::test_every_rank_learns_that_one_disagrees[an early return]",
+    ),
+    "a message that will not come": (
+        "diagnosis.py",
+        "_missed(entries) or ",
+        "",
+        "test_desync.py::test_every_rank_learns_that_one_disagrees[a recv from afar]",
+    ),
+    "a message that was refused": (
+        "diagnosis.py",
+        " or _refused(entries)",
+        "",
+        "test_port.py::test_a_refused_message_is_shown_beside_the_call",
+    ),
+    "what is left over at the end": (
+        "launch.py",
+        "        if known:\n            raise DesyncError(f",
+        "        if False:\n            raise DesyncError(f",
+        "test_desync.py::test_what_is_left_over_at_the_end_is_told"
+        "[message-rank 1: sent 1 to rank 0]",
+    ),
+    "a failed Comm": (
+        "port.py",
+        "        if self._failure is not None:\n            self._busy",
+        "        if False:\n            self._busy",
+        "test_port.py::test_a_comm_stays_broken_and_says_why",
+    ),
+    "the limit of an operation": (
+        "port.py",
+        "if limit is None or now - self._since < limit:",
+        "if True:",
+        "test_desync.py::test_an_operations_own_limit_names_who_holds_it_up",
+    ),
+    "the circle": (
+        "diagnosis.py",
+        "    if ring:\n",
+        "    if False:\n",
+        "test_desync.py::test_a_deadline_draws_the_circle",
+    ),
+    "a rank without a sign of life": (
+        "diagnosis.py",
+        "    if silent:\n",
+        "    if False:\n",
+        "test_faults.py::test_a_timeout_names_the_rank_that_is_stopped_inside_a_collective",
+    ),
+    "a peer that is lost is not the cause": (
+        "child.py",
+        "        return 2\n",
+        "        return 0\n",
+        "test_faults.py::test_a_dying_rank_is_named_with_its_end"
+        "[hangs_up_before_it_dies-args9-9-rank 1 exited with code 9]",
+    ),
+    "a process that ends, whoever holds its pipes": (
+        "launch.py",
+        "        self._selector.register(member.watch, "
+        "selectors.EVENT_READ, (self._on_end, member))\n",
+        "",
+        "test_faults.py::test_a_sleeper_does_not_hide_its_dead_parent",
+    ),
+    "a parent that is gone": (
+        "child.py",
+        "    leave_with_parent()\n",
+        "    os.setpgid(0, 0)\n",
+        "test_faults.py::test_ranks_end_with_a_parent_that_is_killed[linux]",
+    ),
+    "a main script without a guard": (
+        "preflight.py",
+        "    _check_main_guard(sys._getframe(2))\n",
+        "",
+        "test_faults.py::test_a_main_script_without_a_guard",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_without_it_a_test_fails(name: str, tmp_path: Path) -> None:
+    file, there, instead, test = DETECTORS[name]
+    shutil.copytree(LIBRARY, tmp_path / "tinyllm", ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "tinyllm/dist" / file
+    source = path.read_text()
+    assert there in source, f"{file} has changed: say here what the detector looks like now"
+    path.write_text(source.replace(there, instead))
+    tests = tmp_path / "tests/dist"
+    shutil.copytree(HERE, tests, ignore=shutil.ignore_patterns("__pycache__", "test_detectors.py"))
+    patience = 20 if "test_faults" in test else 2  # the others hang, or take no time at all
+    options = [*OPTIONS, f"--timeout={patience}", "--timeout-method=thread"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--rootdir", str(tests), str(tests / test)],
+        cwd=tests,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed" in done.stdout or "Timeout" in done.stdout + done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyllm.dist import PeerLost
-from tinyllm.dist.board import Board
+from tinyllm.dist.board import RUNNING, Board
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh
 
 MESHES = {"pipe": pipe_mesh}
@@ -22,6 +22,7 @@ def in_threads(world: int, fn, *args, mesh=pipe_mesh) -> list[Any]:
     comms = [end.open(board) for end in mesh(world)]
 
     def rank(comm: Comm) -> Any:
+        board.slot(comm.rank).mark(RUNNING)  # as a rank's process does
         try:
             return fn(comm, *args)
         except BaseException:

@@ -75,8 +75,8 @@ def on_empty_links(world: int, fn, comm_class=Comm, limit: float = 10.0) -> list
         with ThreadPoolExecutor(world) as pool:
             futures = [pool.submit(rank, me) for me in range(world)]
         errors = [future.exception() for future in futures if future.exception()]
-        if errors:  # the one that tells most
-            raise max(errors, key=lambda error: len(str(error)))
+        if errors:  # the first one saw all others still waiting
+            raise min(errors, key=lambda error: "→" not in str(error))
         return [future.result() for future in futures]
     finally:
         board.close()

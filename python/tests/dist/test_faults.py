@@ -10,6 +10,7 @@ import textwrap
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import dist_faults as faults
@@ -388,7 +389,12 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path, how: str) -> Non
     )
     pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
     process.kill()
-    process.communicate()
-    assert len(pids) == 4
-    for pid in pids:
-        assert_gone(pid)
+    try:
+        assert len(pids) == 4
+        for pid in pids:
+            assert_gone(pid)
+    finally:  # whatever went wrong, the test leaves nobody behind
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()

@@ -29,6 +29,7 @@ from tinyllm.dist.board import Board
 from tinyllm.dist.errors import CommError, DesyncError, PeerLost
 from tinyllm.dist.mailbox import Failure
 
+_HERE = os.path.dirname(__file__)
 TEXT_LIMIT = 64 * 1024  # characters of a traceback that travel
 
 
@@ -138,16 +139,29 @@ def _pickled_result(value: Any) -> bytes:
 
 
 def _failure(error: BaseException) -> Failure:
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # without our own frame
-    text = "".join(traceback.format_exception(error)).rstrip()
+    headline = "".join(traceback.format_exception_only(error)).strip()
+    ours = error if isinstance(error, CommError) and _is_ours(error) else None
     return Failure(
-        headline=_cut("".join(traceback.format_exception_only(error)).strip(), TEXT_LIMIT // 8),
-        traceback_text=_cut(text, TEXT_LIMIT),
+        headline=_cut(headline, TEXT_LIMIT // 8),
+        traceback_text=_cut(_users_frames(error) if ours else _whole(error), TEXT_LIMIT),
         remoteness=_remoteness(error),
         exited=not isinstance(error, Exception),
-        error=error if isinstance(error, CommError) and _is_ours(error) else None,
+        error=ours,
     )
+
+
+def _whole(error: BaseException) -> str:
+    """The traceback as Python prints it, but for the frame of ours that called the function."""
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _users_frames(error: BaseException) -> str:
+    """Where the user's code called the library; what the error says is in the headline."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if os.path.dirname(frame.filename) != _HERE]
+    return "Traceback (most recent call last):\n" + "".join(traceback.format_list(theirs)).rstrip()
 
 
 def _is_ours(error: CommError) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tinyllm.dist.board import FAILED, RECEIVING, RETURNED, SENDING, Entry
+from tinyllm.dist.board import FAILED, RECEIVING, RETURNED, SENDING, STARTING, Entry
 from tinyllm.dist.frame import Frame
 
 ADVICE = (
-    "All ranks must call the same collectives in the same order, with the same shapes, dtypes,"
-    " op and src; a send and its recv stand between the same two collectives"
+    "All ranks must call the same collectives in the same order, with the same shapes, dtypes, op"
+    "\nand src, and receive between the same two of them what was sent between them"
 )
 
 
@@ -35,8 +35,8 @@ class Dispute(NamedTuple):
 
     def __str__(self) -> str:
         lines = "".join(f"\n  {named(ranks)}: {what}" for ranks, what in self.groups)
-        odd = f"{named(self.culprits)} against the rest. " if self.culprits else ""
-        return f"the ranks are not in the same call{lines}\n{odd.capitalize()}{ADVICE}"
+        odd = f"{named(self.culprits)} against the rest\n".capitalize() if self.culprits else ""
+        return f"the ranks are not in the same call{lines}\n{odd}{ADVICE}"
 
 
 # -- do they disagree? -----------------------------------------------------------------------------
@@ -153,7 +153,9 @@ def standstill(entries: Sequence[Entry], silent: Sequence[int] = ()) -> tuple[li
     holding = [rank for rank in at_work if rank in awaited] or at_work
     if not holding:
         return [], ""
-    return holding, f"{named(holding)} not done{', and others wait' if awaited else ''}"
+    starting = all(entries[rank].doing == STARTING for rank in holding)
+    waited = ", and others wait" if awaited else ""
+    return holding, f"{named(holding)} {'still starting' if starting else 'not done'}{waited}"
 
 
 def cycle(entries: Sequence[Entry]) -> list[int]:

@@ -98,7 +98,7 @@ class Team:
 
     def error(self, report: Report) -> CommError:
         """The error to raise for a failed rank; failures that came with it are listed in it."""
-        others = [other for other in self._reports if other.failed]
+        others = [other for other in self._reports if other.failed and other.remoteness < 2]
         return verdict.error(report, self._board.read(), others)
 
     # -- one rank --------------------------------------------------------------------------------

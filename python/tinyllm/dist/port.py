@@ -288,7 +288,8 @@ class Port:
             return
         blamed, sentence = diagnosis.standstill(entries)
         raise CommTimeout(
-            f"{entries[self.rank]}, for {limit:g} s: {sentence or entries[peer]}",
+            f"{entries[self.rank]}, longer than comm.timeout, {limit:g} s:"
+            f" {sentence or entries[peer]}",
             rank=blamed[0] if len(blamed) == 1 else None,
             op=self._frame.op,
             seq=self._frame.seq,

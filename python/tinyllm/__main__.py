@@ -4,5 +4,5 @@ import sys
 
 from tinyllm.cli import main
 
-if __name__ == "__main__":  # ranks import this file again
+if __name__ == "__main__":
     sys.exit(main())

@@ -59,7 +59,7 @@ def raises_unprintable(comm: Comm) -> None:
 
 def raises_a_novel(comm: Comm) -> None:
     others_wait(comm)
-    raise ValueError("first words " + "x" * 10_000_000 + " last words")
+    raise ValueError("first words " + "x" * 10_000_000 + " last " + "words")
 
 
 def exits(comm: Comm, code) -> None:
@@ -206,6 +206,98 @@ def spawns(comm: Comm) -> list[int]:
     from tinyllm.dist.comm import spawn
 
     return spawn(takes, 2, *range(comm.rank))
+
+
+LOG = None
+
+
+def leaves_things_to_the_end(comm: Comm, folder: str) -> int:
+    """An open file, buffered output, an atexit function and a thread that is no daemon."""
+    import atexit
+    import threading
+
+    global LOG
+    LOG = open(f"{folder}/{comm.rank}.log", "w")  # noqa: SIM115  # that nobody closes it is the point
+    LOG.write("important")
+    print("printed", end="")
+    atexit.register(lambda: open(f"{folder}/{comm.rank}.atexit", "w").close())
+
+    def late() -> None:
+        time.sleep(0.2)
+        open(f"{folder}/{comm.rank}.thread", "w").close()
+
+    threading.Thread(target=late).start()
+    return comm.rank
+
+
+def forks_and_returns_twice(comm: Comm) -> object:
+    if comm.rank == 1 and os.fork() == 0:
+        return "the child of 1"
+    comm.barrier()
+    time.sleep(0.2)
+    comm.barrier()
+    return comm.rank
+
+
+def daemonises_a_helper_and_dies(comm: Comm, pid_file: str) -> None:
+    if comm.rank == 1:
+        if os.fork() == 0:
+            os.setsid()
+            with open(pid_file, "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.3)
+        os._exit(5)
+    comm.barrier()
+
+
+class Odd(Exception):
+    """Even telling of it fails."""
+
+    @property
+    def __cause__(self):
+        raise RuntimeError("no cause")
+
+
+def raises_odd(comm: Comm) -> None:
+    others_wait(comm)
+    raise Odd
+
+
+def raises_ours_with_a_lock(comm: Comm) -> None:
+    import threading
+
+    from tinyllm.dist import CommError
+
+    others_wait(comm)
+    error = CommError("planned")
+    error.lock = threading.Lock()
+    raise error
+
+
+def nests_a_failure(comm: Comm) -> None:
+    from tinyllm.dist.comm import spawn
+
+    if comm.rank == 2:
+        spawn(dies, 2, 6)
+    comm.barrier()
+
+
+def groups_its_errors(comm: Comm) -> None:
+    if comm.rank == 1:
+        for link in filter(None, comm._port._links):
+            link.close()
+        time.sleep(0.1)
+        os._exit(9)
+    try:
+        comm.all_reduce(np.arange(10.0))
+    except PeerLost as error:
+        raise ExceptionGroup("several", [error, ValueError("another")]) from None
+
+
+def draws(comm: Comm) -> float:
+    return float(np.random.rand())
 
 
 def outstays(comm: Comm) -> int:

@@ -106,9 +106,11 @@ def check_out(comm: Comm) -> None:
     whole = np.full(n, np.nan)
     assert comm.all_gather(chunk, out=whole) is whole and np.array_equal(whole, expected)
     packed = np.full(n, np.nan)
-    packed[-chunk.size :] = chunk
-    comm.all_gather(packed[-chunk.size :], out=packed)
+    packed[: chunk.size] = chunk  # where the first rank's goes
+    comm.all_gather(packed[: chunk.size], out=packed)
     assert np.array_equal(packed, expected)
+    matrix = np.asmatrix(np.zeros((3, 4)))
+    assert comm.all_reduce(np.ones((3, 4)), out=matrix) is matrix and (matrix == comm.world).all()
     copy = np.full((n, 1), np.nan)
     last = comm.world - 1
     source = x.reshape(n, 1) if comm.rank == last else None
@@ -211,6 +213,13 @@ def check_refusals(comm: Comm) -> None:
                 call(bad)
         with pytest.raises(TypeError, match="no number type"):
             comm.broadcast(bad, 0)
+    for bad in (None, {}, 2**70, (i for i in range(3))):
+        with pytest.raises(TypeError, match="is no array of numbers; pass a numpy array"):
+            comm.all_reduce(bad)
+    with pytest.raises(ValueError, match="all_reduce: this list is no array"):
+        comm.all_reduce([[1, 2], [3]])
+    with pytest.raises(ValueError, match="all_reduce: op="):
+        comm.all_reduce(x, x)
     with pytest.raises(TypeError, match="masked"):
         comm.all_reduce(np.ma.masked_equal(x, x[0]))
     with pytest.raises(TypeError, match="bools"):
@@ -236,6 +245,7 @@ def check_refusals(comm: Comm) -> None:
         (np.empty(n, "f4"), TypeError),
         ([0.0] * n, TypeError),
         (np.broadcast_to(0.0, n), ValueError),
+        (np.ma.zeros(n), TypeError),
     ):
         with pytest.raises(error, match="out="):
             comm.all_reduce(x, out=out)

@@ -41,13 +41,15 @@ def failure_of(kind, fn, *args, world: int = 3, **options):
         (faults.raises_unpicklable, "Local"),
         (faults.raises_unprintable, "Mute: <exception str() failed>"),
         (faults.returns_what_does_not_pickle, "the result, a function, cannot go to the parent"),
+        (faults.raises_odd, "Odd"),
+        (faults.raises_ours_with_a_lock, "CommError: planned"),
     ],
 )
 def test_a_raising_rank_is_named_with_its_traceback(fn, says: str) -> None:
     error = failure_of(RankError, fn)
     assert says in str(error)
     assert error.rank == 1
-    assert "Traceback (most recent call last)" in str(error)
+    assert fn is faults.raises_odd or "Traceback (most recent call last)" in str(error)
     assert error.traceback_text in str(error)
     assert fn is faults.returns_what_does_not_pickle or "child.py" not in str(error)
 
@@ -78,6 +80,7 @@ def test_the_first_failure_is_the_headline() -> None:
         (faults.is_killed, (signal.SIGSEGV,), -11, "killed by SIGSEGV"),
         (faults.loses_a_peer_and_says_something_else, (), 9, "rank 1 exited with code 9"),
         (faults.hangs_up_before_it_dies, (), 9, "rank 1 exited with code 9"),
+        (faults.groups_its_errors, (), 9, "rank 1 exited with code 9"),
     ],
 )
 def test_a_dying_rank_is_named_with_its_end(fn, args, exitcode, says: str) -> None:
@@ -92,6 +95,52 @@ def test_a_sleeper_does_not_hide_its_dead_parent(tmp_path: Path) -> None:
     error = failure_of(RankDied, faults.leaves_a_sleeper, str(pid_file))
     assert (error.rank, error.exitcode) == (1, 5)
     assert_gone(int(pid_file.read_text()))
+
+
+def test_a_helper_that_left_the_group_keeps_nobody_waiting(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    start = time.process_time()
+    error = failure_of(RankDied, faults.daemonises_a_helper_and_dies, str(pid_file))
+    assert (error.rank, error.exitcode) == (1, 5)
+    assert time.process_time() - start < 1, "the parent was busy waiting"
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)  # it left on purpose; we end it here
+
+
+def test_the_parent_rests_while_it_waits() -> None:
+    start = time.process_time()
+    spawn(faults.sleeps, 2, 1.0)
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.usefixtures("_fork_server")
+def test_a_fork_that_comes_back_does_not_count() -> None:
+    for method in ("spawn", "forkserver"):
+        assert spawn(faults.forks_and_returns_twice, 3, method=method) == [0, 1, 2]
+
+
+def test_a_rank_ends_as_an_interpreter_does(tmp_path: Path, capfd) -> None:
+    assert spawn(faults.leaves_things_to_the_end, 2, str(tmp_path)) == [0, 1]
+    assert capfd.readouterr().out == "printedprinted"
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.log").read_text() == "important"
+        assert (tmp_path / f"{rank}.atexit").exists()
+        assert (tmp_path / f"{rank}.thread").exists()
+
+
+def test_a_nested_failure_is_the_outer_ranks() -> None:
+    error = failure_of(RankError, faults.nests_a_failure)
+    assert error.rank == 2
+    assert "RankDied: rank 1 exited with code 6" in str(error)
+
+
+@pytest.mark.usefixtures("_fork_server")
+def test_ranks_of_a_fork_server_have_random_numbers_of_their_own() -> None:
+    assert len(set(spawn(faults.draws, 3, method="forkserver"))) == 3
+
+
+def test_a_very_long_limit() -> None:
+    assert spawn(faults.takes, 1, timeout=10**400) == [0]
+    assert spawn(faults.takes, 1, timeout=1e9) == [0]
 
 
 def test_a_rank_that_cannot_start() -> None:
@@ -282,6 +331,29 @@ def test_a_main_script_without_a_guard(tmp_path: Path) -> None:
     assert err.count("Traceback") == 1
 
 
+GUARDS = {
+    "inside try": 'try:\n    if __name__ == "__main__": run()\nfinally: pass',
+    "a name for it": 'MAIN = __name__ == "__main__"\nif MAIN: run()',
+    "elif": 'if __name__ == "x": pass\nelif __name__ == "__main__": run()',
+    "and": '__name__ == "__main__" and run()',
+    "match": 'match __name__:\n    case "__main__": run()',
+    "several lines": 'if (\n    __name__ == "__main__"\n):\n    (\n        run()\n    )',
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_guard_may_take_any_form(tmp_path: Path, guard: str) -> None:
+    head = "import dist_faults\nfrom tinyllm.dist.comm import spawn\n"
+    head += "def run(): print(spawn(dist_faults.takes, 1, 2))\n"
+    assert run_script(tmp_path, head + GUARDS[guard]) == (0, "[1]\n", "")
+
+
+def test_a_main_on_standard_input_may_spawn_what_a_module_has(tmp_path: Path) -> None:
+    text = "import dist_faults\nfrom tinyllm.dist.comm import spawn\n"
+    text += "print(spawn(dist_faults.takes, 2, 5))\n"
+    assert run_script(tmp_path, text, stdin=True) == (0, "[1, 1]\n", "")
+
+
 @pytest.mark.parametrize("bare", [False, True], ids=["linux", "bare"])
 def test_a_main_script_with_a_guard(tmp_path: Path, bare: bool) -> None:
     code, out, err = run_script(
@@ -378,7 +450,7 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path, how: str) -> Non
         from tinyllm.dist.comm import spawn
         def fn(comm):
             child = subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL)
-            print(os.getpid(), child.pid, flush=True)
+            os.write(1, f"{{os.getpid()}} {{child.pid}}\\n".encode())
             if comm.rank == 0:
                 comm.recv(1)
             while True: pass

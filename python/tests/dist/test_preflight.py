@@ -21,6 +21,9 @@ def test_chunk_bounds_are_array_splits(n: int, world: int) -> None:
     assert sizes == [part.size for part in np.array_split(np.empty(n, bool), world)]
 
 
+def needs_two(comm, first, second): ...
+
+
 def test_chunk_bounds_refuses() -> None:
     for n, world in ((-1, 2), (3, 0), (3, -2)):
         with pytest.raises(ValueError, match="chunk_bounds: "):
@@ -41,7 +44,13 @@ def test_world_is_a_positive_integer(world, error) -> None:
 
 @pytest.mark.parametrize(
     ("timeout", "error"),
-    [(0, ValueError), (-1.0, ValueError), (float("nan"), ValueError), ("5", TypeError)],
+    [
+        (0, ValueError),
+        (-1.0, ValueError),
+        (float("nan"), ValueError),
+        ("5", TypeError),
+        (True, TypeError),
+    ],
 )
 def test_timeout_is_positive_or_none(timeout, error) -> None:
     with pytest.raises(error, match="spawn: timeout="):
@@ -60,6 +69,8 @@ def test_fn_is_importable() -> None:
         spawn(lambda comm: 0, 2)
     with pytest.raises(ValueError, match="closure is defined inside a function"):
         spawn(closure, 2)
+    with pytest.raises(TypeError, match=r"needs_two is called as fn\(comm, \*args\): missing"):
+        spawn(needs_two, 2)
     with pytest.raises(TypeError, match="fn=3 is not callable"):
         spawn(3, 2)
 
@@ -74,7 +85,7 @@ def test_descriptors_are_counted_before_any_is_opened() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         with pytest.raises(
-            OSError, match=r"64 needs 4,416 descriptors besides the .* is 256; raise"
+            OSError, match=r"64 needs 4,424 descriptors besides the .* is 256; raise"
         ):
             spawn(takes, 64)
     finally:

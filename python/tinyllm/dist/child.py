@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import fcntl
+import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -21,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 from tinyllm.dist import board as boards
 from tinyllm.dist import mailbox
@@ -70,28 +72,38 @@ def main(
     faulthandler.register(SHOW_STACK, file=stack.fd)
     parent = mailbox.RankSide(control)
     slot = board.slot(rank)
+    _own_random_numbers()
+    me = os.getpid()
     try:
         fn, args = pickle.loads(parent.read_job())
         parent.ship(mailbox.STARTED)
         comm = endpoint.open(board)
         slot.mark(boards.RUNNING)
         value = fn(comm, *args)
-        slot.mark(boards.RETURNED)
-        kind, payload = mailbox.RETURNED, _pickled_result(value)
+        kind, payload, doing = mailbox.RETURNED, _pickled_result(value), boards.RETURNED
     except BaseException as error:
-        slot.mark(boards.FAILED)
-        kind, payload = mailbox.RAISED, pickle.dumps(_failure(error))
-    parent.ship(kind, payload)
+        kind, payload, doing = mailbox.RAISED, _pickled_failure(error), boards.FAILED
+    if os.getpid() == me:  # else a fork that the function made has come back from it
+        slot.mark(doing)
+        parent.ship(kind, payload)
     _exit()
+
+
+def _own_random_numbers() -> None:
+    """A fork server may have seeded NumPy's old generator, the same for all of its ranks."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
 
 
 def _exit() -> NoReturn:
     """End as an interpreter does, but leave its modules: taking them apart is half a short run."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError, OSError):  # closed, or None
-            stream.flush()
+    buffered = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for stream in gc.get_objects():
+        if isinstance(stream, buffered):
+            with suppress(Exception):  # closed, or its reader is gone
+                stream.flush()
     os._exit(0)
 
 
@@ -140,7 +152,7 @@ def _pickled_result(value: Any) -> bytes:
 
 def _failure(error: BaseException) -> Failure:
     headline = "".join(traceback.format_exception_only(error)).strip()
-    ours = error if isinstance(error, CommError) and _is_ours(error) else None
+    ours = _plain(error) if _is_ours(error) else None
     return Failure(
         headline=_cut(headline, TEXT_LIMIT // 8),
         traceback_text=_cut(_users_frames(error) if ours else _whole(error), TEXT_LIMIT),
@@ -148,6 +160,19 @@ def _failure(error: BaseException) -> Failure:
         exited=not isinstance(error, Exception),
         error=ours,
     )
+
+
+def _pickled_failure(error: BaseException) -> bytes:
+    """An exception may be such that even telling of it fails."""
+    try:
+        return pickle.dumps(_failure(error))
+    except Exception:
+        return pickle.dumps(Failure(f"{type(error).__name__} (which cannot be shown)", ""))
+
+
+def _plain(error: CommError) -> CommError:
+    """The error without what else may hang on it and does not pickle."""
+    return type(error)(str(error), rank=error.rank, op=error.op, seq=error.seq)
 
 
 def _whole(error: BaseException) -> str:
@@ -164,20 +189,25 @@ def _users_frames(error: BaseException) -> str:
     return "Traceback (most recent call last):\n" + "".join(traceback.format_list(theirs)).rstrip()
 
 
-def _is_ours(error: CommError) -> bool:
-    return type(error).__module__ == CommError.__module__  # not a subclass of the user's
+def _is_ours(error: BaseException) -> TypeGuard[CommError]:
+    """Whether this rank's own Comm raised it: no subclass, and not what a nested spawn raised."""
+    if not isinstance(error, CommError) or type(error).__module__ != CommError.__module__:
+        return False
+    return error.op is not None and error.traceback_text is None
 
 
 def _remoteness(error: BaseException) -> int:
     """How far the error is from a cause: ``raise KeyError from lost`` is as far as ``lost``."""
-    chain: list[BaseException] = [error]
+    chain, seen = [error], {id(error)}
     for link in chain:
-        for earlier in (link.__cause__, link.__context__):
-            if earlier is not None and not any(earlier is known for known in chain):
+        for earlier in (link.__cause__, link.__context__, *getattr(link, "exceptions", ())):
+            if isinstance(earlier, BaseException) and id(earlier) not in seen:
+                seen.add(id(earlier))
                 chain.append(earlier)
-    if any(isinstance(link, PeerLost) for link in chain):
+    own = [link for link in chain if _is_ours(link)]
+    if any(isinstance(link, PeerLost) for link in own):
         return 2
-    return int(any(isinstance(link, DesyncError) for link in chain))
+    return int(any(isinstance(link, DesyncError) for link in own))
 
 
 def _cut(text: str, limit: int) -> str:

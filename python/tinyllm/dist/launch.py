@@ -13,12 +13,12 @@ that is stopped in the middle of a message, nor one whose grandchildren hold its
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import pickle
 import selectors
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -26,7 +26,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 from tinyllm.dist import child, diagnosis, mailbox, verdict
 from tinyllm.dist.board import Board
@@ -39,6 +40,7 @@ from tinyllm.dist.verdict import Report
 
 TICK = 0.05  # seconds between looks at processes that no descriptor watches
 GRACE = 0.25  # seconds that a consequence waits for its cause, and that a stack may take
+LONGEST = 3600.0  # seconds in one call of select, which takes no more than some days
 FAREWELL = 1.0  # seconds without any exit, once all results are in, until ranks are ended
 
 _BLAS_SETTINGS = (
@@ -64,10 +66,10 @@ class Team:
 
     def __enter__(self) -> Team:
         try:
-            resource_tracker.ensure_running()  # later, it would let Ctrl-C through while we hold it
-            with _blas_threads(self._job):
+            resource_tracker.ensure_running()  # later, it would let Ctrl-C through that we hold
+            with _blas_threads(self._job), _importable_main():
                 for rank, endpoint in enumerate(self._endpoints):
-                    with _ctrl_c_held():
+                    with _signals_held():
                         self._start(rank, endpoint)
         except BaseException:
             self._end()
@@ -120,8 +122,8 @@ class Team:
         if events & selectors.EVENT_READ and not self._read(member):
             self._selector.unregister(member.mail.socket)
 
-    def _read(self, member: Member) -> bool:
-        messages, more = member.mail.read()
+    def _read(self, member: Member, to_the_end: bool = False) -> bool:
+        messages, more = member.mail.read(to_the_end)
         for kind, payload in messages:
             if kind == mailbox.STARTED:
                 member.started = True
@@ -134,12 +136,13 @@ class Team:
         exitcode = member.reap()
         if member.mail.socket in self._selector.get_map():
             self._selector.unregister(member.mail.socket)
-            while not member.reported and self._read(member):  # what it said before it ended
-                ...
+            self._read(member, to_the_end=True)  # what it said before it ended
         if not member.reported:
             self._report(member, Report(member.rank, exitcode=exitcode))
 
     def _report(self, member: Member, report: Report) -> None:
+        if member.reported:
+            return
         member.reported = True
         report.started = member.started
         self._reports.append(report)
@@ -151,7 +154,7 @@ class Team:
         wait = max(0.0, until - time.monotonic())
         if any(member.pidfd is None for member in self._members):
             wait = min(wait, TICK)
-        for key, events in self._selector.select(None if wait == math.inf else wait):
+        for key, events in self._selector.select(min(wait, LONGEST)):
             react, member = key.data
             react(member, events)
         for member in self._members:
@@ -204,7 +207,7 @@ class Team:
             )
 
     def _end(self) -> None:
-        with _ctrl_c_held():
+        with _signals_held():
             self._end_all()
 
     def _end_all(self) -> None:
@@ -225,7 +228,7 @@ def _opened(rank: int, kind: int, payload: bytearray) -> Report:
     """A rank's last message, unpickled."""
     try:
         content = pickle.loads(payload)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         name = type(error).__name__
         headline = f"{name}: its result does not unpickle in the parent: {error}"
         return Report(rank, failure=Failure(headline, ""))
@@ -235,16 +238,42 @@ def _opened(rank: int, kind: int, payload: bytearray) -> Report:
 
 
 @contextmanager
-def _ctrl_c_held() -> Iterator[None]:
-    """Let no KeyboardInterrupt come between a process and our knowing of it, or its end.
+def _signals_held() -> Iterator[None]:
+    """Let no signal handler raise between a process and our knowing of it, or of its end.
 
-    A rank that starts inherits the blocked SIGINT, until it has left the terminal's group.
+    Blocking SIGINT is for the rank that starts: it inherits that, until it has left the terminal's
+    group.  For us it is not enough, since the system may give the signal to a thread of BLAS; so
+    Python's handlers are put off, too (they run in the main thread, and can only be set there).
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handlers: dict[int, Any] = {}
+    arrived: list[tuple[int, FrameType | None]] = []
+    if threading.current_thread() is threading.main_thread():
+        held = [s for s in signal.valid_signals() if callable(signal.getsignal(s))]
+        handlers = {s: signal.signal(s, lambda *what: arrived.append(what)) for s in held}
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in arrived:
+            handlers[number](number, frame)
+
+
+@contextmanager
+def _importable_main() -> Iterator[None]:
+    """A main module that is read from standard input has a file in name only."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None) or ""
+    if not path.startswith("<"):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from tinyllm.dist.errors import CommError
 JOB, STARTED, RETURNED, RAISED = range(4)
 
 _HEAD = struct.Struct("<BQ")  # kind, bytes that follow
+_MOST = 1 << 40  # bytes of a message that can be meant
+_KINDS = (STARTED, RETURNED, RAISED)
 _TURN = 64  # reads before other ranks have their turn
 
 Message = tuple[int, bytearray]
@@ -45,6 +48,7 @@ class RankSide:
 
     def __init__(self, end: Connection) -> None:
         self._socket = _socket(end)
+        self._socket.setblocking(True)  # whatever socket.setdefaulttimeout says
 
     def read_job(self) -> bytes:
         """The pickled ``(fn, args)``."""
@@ -84,10 +88,10 @@ class ParentSide:
                 del self._outgoing[0]
         return True
 
-    def read(self, reads: int = _TURN) -> tuple[list[Message], bool]:
+    def read(self, to_the_end: bool = False) -> tuple[list[Message], bool]:
         """The messages that are complete now, and whether more may come."""
         messages: list[Message] = []
-        for _ in range(reads):
+        for _ in count() if to_the_end else range(_TURN):
             try:
                 got = self.socket.recv_into(memoryview(self._incoming)[self._got :])
             except BlockingIOError:
@@ -105,6 +109,8 @@ class ParentSide:
             return []
         if self._kind is None:
             self._kind, size = _HEAD.unpack(self._incoming)
+            if self._kind not in _KINDS or size > _MOST:  # somebody else wrote into it
+                self._kind, size = RAISED, 0
             self._incoming, self._got = bytearray(size), 0
             if size:
                 return []

@@ -71,7 +71,8 @@ class Member:
     def close(self) -> None:
         """Give back what the parent holds of a process that is gone."""
         self.mail.socket.close()
-        self.process.close()
+        with suppress(ValueError):  # somebody else reaped it, and multiprocessing does not know
+            self.process.close()
         os.close(self._stack.fd)
         if self.pidfd is not None:
             os.close(self.pidfd)

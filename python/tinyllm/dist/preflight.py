@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import errno
+import inspect
 import linecache
 import math
 import multiprocessing
+import numbers
 import operator
 import os
 import pickle
@@ -22,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 METHODS = ("spawn", "forkserver")
-_GUARDS = ("__name__", "parent_process", "current_process")
+_CONDITIONAL = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def checked_job(
         raise RuntimeError(
             "spawn: a daemon process may have no children; start this one with daemon=False"
         )
-    _check_importable(fn)
+    _check_importable(fn, args)
     _check_main_guard(sys._getframe(2))
     name = getattr(fn, "__qualname__", type(fn).__name__)
     return Job(name, _pickled(fn, args), world, seconds, method)
@@ -87,8 +89,11 @@ def peer(what: str, value: Any, me: int, world: int) -> int:
 
 
 def check_descriptors(world: int) -> None:
-    """A full mesh takes world · (world - 1) descriptors in the parent, a process takes six."""
-    needed = world * (world - 1) + 6 * world
+    """A full mesh takes world · (world - 1) descriptors in the parent, a process takes six.
+
+    Eight more are the board's, the selector's and multiprocessing's own.
+    """
+    needed = world * (world - 1) + 6 * world + 8
     used = len(os.listdir("/dev/fd"))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if used + needed > limit:
@@ -102,15 +107,19 @@ def check_descriptors(world: int) -> None:
 def _seconds(timeout: Any) -> float:
     if timeout is None:
         return math.inf
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"spawn: timeout={timeout!r} is neither a number of seconds nor None")
-    if not timeout > 0:
+    try:
+        seconds = float(timeout)
+    except OverflowError:
+        seconds = math.inf
+    if not seconds > 0:
         raise ValueError(f"spawn: timeout={timeout!r} must be positive, or None for no limit")
-    return float(timeout)
+    return seconds
 
 
-def _check_importable(fn: Any) -> None:
-    """A rank finds ``fn`` by its module and name."""
+def _check_importable(fn: Any, args: tuple[Any, ...]) -> None:
+    """A rank finds ``fn`` by its module and name, and calls it as fn(comm, *args)."""
     if not callable(fn):
         raise TypeError(f"spawn: fn={fn!r} is not callable; it is called as fn(comm, *args)")
     name = getattr(fn, "__qualname__", "")
@@ -119,42 +128,56 @@ def _check_importable(fn: Any) -> None:
         raise ValueError(f"spawn: fn is a lambda; {advice}")
     if "<locals>" in name:
         raise ValueError(f"spawn: fn={name} is defined inside a function; {advice}")
+    if getattr(fn, "__module__", None) == "__main__" and not _is_imported_again():
+        raise ValueError(
+            f"spawn: fn={name} lives in a notebook, on standard input, in -c or in a __main__.py,"
+            " which no new process imports; put it into a module (a file) and import it from there"
+        )
+    try:
+        inspect.signature(fn).bind(None, *args)
+    except TypeError as error:
+        raise TypeError(f"spawn: {name or fn} is called as fn(comm, *args): {error}") from None
+    except ValueError:  # a function in C without a signature
+        pass
+
+
+def _is_imported_again() -> bool:
+    """Whether a new process imports the main module: a script or -m module, but no __main__.py."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
-    if getattr(fn, "__module__", None) == "__main__" and spec is None and not _has_file(main):
-        raise ValueError(
-            f"spawn: fn={name} lives in a notebook, on standard input or in -c, where no new"
-            " process can import it; put it into a module (a file) and import it from there"
-        )
-
-
-def _has_file(main: Any) -> bool:
-    return bool(getattr(main, "__file__", None)) and not main.__file__.startswith("<")
+    if spec is not None:
+        return not (spec.name == "__main__" or spec.name.endswith(".__main__"))
+    path = getattr(main, "__file__", None) or ""
+    return bool(path) and not path.startswith("<")
 
 
 def _check_main_guard(frame: FrameType | None) -> None:
-    """A rank imports the main script again: without a guard it would call spawn again, too."""
+    """A rank imports the main script again: without a guard it would call spawn again, too.
+
+    Anything conditional around the call may be a guard; only what is certain is refused here.  What
+    slips through, multiprocessing notices in the rank.
+    """
     while frame is not None and not (
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
     ):
         frame = frame.f_back
-    if frame is None or not _has_file(sys.modules["__main__"]):
+    if frame is None or not _is_imported_again():
         return
     path, line = frame.f_code.co_filename, frame.f_lineno
     try:
-        body = ast.parse("".join(linecache.getlines(path))).body
+        script = ast.parse("".join(linecache.getlines(path)))
     except SyntaxError:
         return
-    for node in body:
-        if node.lineno <= line <= (node.end_lineno or node.lineno) and not _is_guard(node):
-            raise RuntimeError(
-                f"spawn: {path}, line {line} runs again in every rank, because each of them imports"
-                ' the main script; put it under  if __name__ == "__main__":'
-            )
+    around = [node for node in ast.walk(script) if _spans(node, line)]
+    if around and not any(isinstance(node, _CONDITIONAL) for node in around):
+        raise RuntimeError(
+            f"spawn: {path}, line {line} runs again in every rank, because each of them imports"
+            ' the main script; put it under  if __name__ == "__main__":'
+        )
 
 
-def _is_guard(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and any(word in ast.unparse(node.test) for word in _GUARDS)
+def _spans(node: ast.AST, line: int) -> bool:
+    return bool(getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", 0) or 0))
 
 
 def _pickled(fn: Any, args: tuple[Any, ...]) -> bytes:

@@ -19,7 +19,7 @@ from tinyllm.dist.comm import Comm, chunk_bounds, spawn
 # Timeouts in seconds. The ranks of a right comm.py need a fraction of one; the rest is there for
 # a slow machine to start its interpreters.
 START = 30.0
-HANG = 10.0  # where a hang is the very failure that the test looks for
+HANG = 6.0  # where a hang is the very failure that the test looks for
 
 MIB = 2**20
 

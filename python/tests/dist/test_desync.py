@@ -81,7 +81,8 @@ def test_every_rank_learns_that_one_disagrees(way: str) -> None:
         if rank == ODD and not said:
             assert way == "an early return" or WAYS[way][1] in ranks[0][0]
             continue  # its call needed nobody
-        assert WAYS[way][1] in said, f"rank {rank}"
+        # As a source rank 2 waits for nobody; it may be in its next call when it is noticed.
+        assert WAYS[way][1] in said or "all_reduce #4" in said, f"rank {rank}"
         assert "all_reduce #3 (float64[8], sum)" in said, f"rank {rank}"
         assert blamed in (ODD, None), f"rank {rank}"
     assert ODD in {blamed for _, blamed in ranks} or "recv" in way or way == "a send"

@@ -150,7 +150,7 @@ def test_without_it_a_test_fails(name: str, tmp_path: Path) -> None:
     path.write_text(source.replace(there, instead))
     tests = tmp_path / "tests/dist"
     shutil.copytree(HERE, tests, ignore=shutil.ignore_patterns("__pycache__", "test_detectors.py"))
-    patience = 6 if "test_faults" in test else 2  # without it many hang; with it none takes long
+    patience = 4 if "test_faults" in test else 2  # without it many hang; with it none takes long
     options = [*OPTIONS, f"--timeout={patience}", "--timeout-method=thread"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--rootdir", str(tests), str(tests / test)],

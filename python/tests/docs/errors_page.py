@@ -180,7 +180,7 @@ EXAMPLES = [
                 load("data")
             comm.barrier()
 
-        spawn(train, 3, timeout=4)
+        spawn(train, 3, timeout=3)
         """,
         "The rank in the first line holds the others up, and its Python stack shows where. The others are"
         " listed with whom they wait for. If it merely needs longer, pass a larger `timeout`, or None.",
@@ -194,7 +194,7 @@ EXAMPLES = [
             comm.send(np.zeros(1_000_000), (comm.rank + 1) % comm.world)
             comm.recv((comm.rank - 1) % comm.world)
 
-        spawn(train, 3, timeout=4)
+        spawn(train, 3, timeout=3)
         """,
         "Everybody sends first, and a message of this size fits no pipe. Let even ranks send first and odd"
         " ranks receive first, as the library's own rings do.",

@@ -200,20 +200,24 @@ class Port:
 
     def _receive_sum(self, src: int, link: Link, into: Array, add: Array) -> None:
         """Add piece by piece, while what arrived is still in the cache."""
-        pieces, itemsize = self._pieces.get(into.dtype), into.itemsize
+        pieces = self._pieces.get(into.dtype)
         if pieces is None:
-            pieces = np.frombuffer(self._scratch, into.dtype, PIECE // itemsize, frame.SIZE)
+            count = PIECE // into.itemsize
+            pieces = np.frombuffer(self._scratch, into.dtype, count, frame.SIZE)
             self._pieces[into.dtype] = pieces
         n, size = into.size, pieces.size
         stop = n if n < size else size
-        end = frame.SIZE + stop * itemsize  # the header comes along with the first piece
+        end = frame.SIZE + stop * into.itemsize  # the header comes along with the first piece
         link.recv_into(end, self._memory[:end])
         if not self._scratch.startswith(self._head):
             raise self._refusal(src)
-        np.add(pieces[:stop], add[:stop], out=into[:stop])
+        if stop == n:  # often that is all
+            np.add(pieces[:n], add, out=into)
+            return
+        np.add(pieces, add[:size], out=into[:size])
         for start in range(size, n, size):
             stop = min(start + size, n)
-            end = frame.SIZE + (stop - start) * itemsize
+            end = frame.SIZE + (stop - start) * into.itemsize
             link.recv_into(end - frame.SIZE, self._memory[frame.SIZE : end])
             np.add(pieces[: stop - start], add[start:stop], out=into[start:stop])
 

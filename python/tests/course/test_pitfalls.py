@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,14 +50,29 @@ def course_tests(library: Path, *names: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("path", PITFALLS, ids=lambda path: path.stem)
-def test_a_pitfall_fails_the_test_that_is_named_for_it(path: Path, tmp_path: Path) -> None:
+def run_with(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Put a pitfall into the reference, and run the test that is named for it."""
     pitfall = tomllib.loads(path.read_text())
     source = (REFERENCE / "comm.py").read_text()
     assert source.count(pitfall["old"]) == 1
     assert max(pitfall["old"].count("\n"), pitfall["new"].count("\n")) <= 3
     faulty = source.replace(pitfall["old"], pitfall["new"])
-    run = course_tests(library_with(tmp_path, faulty), pitfall["caught_by"])
+    return course_tests(library_with(folder, faulty), pitfall["caught_by"])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All twelve, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return {
+            path: pool.submit(run_with, path, tmp_path_factory.mktemp(path.stem))
+            for path in PITFALLS
+        }
+
+
+@pytest.mark.parametrize("path", PITFALLS, ids=lambda path: path.stem)
+def test_a_pitfall_fails_the_test_that_is_named_for_it(path: Path, runs) -> None:
+    run = runs[path].result()
     assert run.returncode == 1, run.stdout
     assert "1 failed" in run.stdout
     assert "expected" in run.stdout, "the failure does not say what was expected"

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,25 +141,40 @@ DETECTORS = {
 }
 
 
-@pytest.mark.parametrize("name", DETECTORS)
-def test_without_it_a_test_fails(name: str, tmp_path: Path) -> None:
+def run_without(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Take one detector out of a copy of the library, and run the test that is to fail."""
     file, there, instead, test = DETECTORS[name]
-    shutil.copytree(LIBRARY, tmp_path / "tinyllm", ignore=shutil.ignore_patterns("__pycache__"))
-    path = tmp_path / "tinyllm/dist" / file
+    shutil.copytree(LIBRARY, folder / "tinyllm", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "tinyllm/dist" / file
     source = path.read_text()
     assert there in source, f"{file} has changed: say here what the detector looks like now"
     path.write_text(source.replace(there, instead))
-    tests = tmp_path / "tests/dist"
+    tests = folder / "tests/dist"
     shutil.copytree(HERE, tests, ignore=shutil.ignore_patterns("__pycache__", "test_detectors.py"))
     patience = 4 if "test_faults" in test else 2  # without it many hang; with it none takes long
     options = [*OPTIONS, f"--timeout={patience}", "--timeout-method=thread"]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--rootdir", str(tests), str(tests / test)],
         cwd=tests,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All of them, three at a time: most of them wait, and as they are to fail, load is no harm."""
+    with ThreadPoolExecutor(3) as pool:
+        return {
+            name: pool.submit(run_without, name, tmp_path_factory.mktemp("without"))
+            for name in DETECTORS
+        }
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_without_it_a_test_fails(name: str, runs) -> None:
+    done = runs[name].result()
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed" in done.stdout or "Timeout" in done.stdout + done.stderr

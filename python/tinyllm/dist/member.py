@@ -47,7 +47,8 @@ class Member:
     def ask_for_stack(self) -> None:
         """Have the rank write its Python stack, if its process can do anything at all."""
         if self.started and not self.gone:
-            os.kill(self._pid, child.SHOW_STACK)
+            with suppress(ProcessLookupError):  # ended just now, and its fork server has reaped it
+                os.kill(self._pid, child.SHOW_STACK)
 
     def stack(self) -> str:
         """What it has written, "" as long as it has not: innermost call first, without our own."""

@@ -1,0 +1,313 @@
+"""Judges a suite: first on right solutions, then on wrong ones, which it has to notice."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ol.mutants import Subject
+from ol.runner import FORKSERVER, SPAWN, Job, Result, Run, Runner
+from ol.stage import Stage
+from ol.suite import Suite
+from ol.verdicts import Verdicts
+
+PATIENCE = 1.0  # seconds that every test has, at least
+SLACK = 5.0  # times as long as on the reference
+UNKNOWN = 30.0  # seconds for a test that has not been measured
+KILLS = {"failed", "broken", "timeout"}
+SAID = 2000  # characters of a failure that are kept
+
+Progress = Callable[[str, int, int], None]  # what, done, of how many
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a suite did on one subject."""
+
+    subject: Subject
+    status: str  # killed, timeout (killed too: no end in sight), survived
+    test: str = ""  # that noticed
+    message: str = ""  # what it said
+    stacks: tuple[dict[str, Any], ...] = ()  # of all processes, where it hung
+    reached: tuple[str, ...] = ()  # tests that run the changed line
+
+    @property
+    def killed(self) -> bool:
+        """Whether a test noticed."""
+        return self.status != "survived"
+
+
+@dataclass
+class Baseline:
+    """A suite on the reference: what it takes, and what it reaches."""
+
+    tests: list[str]
+    results: dict[str, dict[str, Any]]
+    method: str = FORKSERVER  # how ranks are started for "spawn"
+    limits: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def assumed(cls, tests: list[str]) -> Baseline:
+        """Tests that are known to pass on the reference."""
+        return cls(tests, {test: {"outcome": "passed", "seconds": 0.0} for test in tests})
+
+    @property
+    def failed(self) -> list[Result]:
+        """The tests that do not pass on the reference."""
+        return [_result(t, r) for t, r in self.results.items() if r["outcome"] in KILLS]
+
+    @property
+    def passed(self) -> list[str]:
+        """The tests that do."""
+        return [test for test, result in self.results.items() if result["outcome"] == "passed"]
+
+    def reaching(self, subject: Subject) -> list[str]:
+        """The tests that run a line that is changed in the subject."""
+        return [
+            test
+            for test in self.passed
+            if not subject.lines or subject.lines & set(self.results[test]["lines"])
+        ]
+
+
+class Grader:
+    """One suite, and what runs it; asks each question of each test once."""
+
+    def __init__(
+        self,
+        suite: Suite,
+        module: str,
+        inside: Path,
+        stage: Stage,
+        runner: Runner,
+        verdicts: Verdicts,
+        progress: Progress = lambda what, done, total: None,
+    ) -> None:
+        """``module`` is the import name of what is judged, ``inside`` its file below the path."""
+        self._suite = suite
+        self._module = module
+        self._inside = inside
+        self._stage = stage
+        self._runner = runner
+        self._verdicts = verdicts
+        self._progress = progress
+        self._staged: Path | None = None
+        self._lock = threading.Lock()
+        self._kills: Counter[str] = Counter()
+
+    # -- right solutions -------------------------------------------------------------------------
+
+    def baseline(self, reference: Subject) -> Baseline:
+        """The suite on the reference, with the lines that each test reaches.
+
+        Ranks come from a warm fork server where the suite passes that way, else as they would
+        without the grader.
+        """
+        base = self._complete(reference, FORKSERVER)
+        if base.failed:
+            spawned = self._complete(
+                Subject("spawn", reference.source, key=f"spawn-{reference.digest}"), SPAWN
+            )
+            base = base if spawned.failed else spawned
+        setup = max((result["setup"] for result in base.results.values()), default=0.0)
+        for test, result in base.results.items():
+            base.limits[test] = max(PATIENCE, SLACK * (result["seconds"] + setup))
+        return base
+
+    def on_another(self, subject: Subject, base: Baseline) -> list[Result]:
+        """The tests that pass on the reference and fail on another right solution."""
+        return [r for r in self.results(subject, base) if r.outcome in KILLS]
+
+    def results(
+        self, subject: Subject, base: Baseline, library: Path | None = None
+    ) -> list[Result]:
+        """Every test on a subject, none left out; on ``library`` where it is no version of ours."""
+        known = self._verdicts.known(subject.digest)
+        todo = [test for test in base.passed if self._suite.key(test) not in known]
+        generous = tuple((test, UNKNOWN) for test in todo)
+        while todo:  # a test that hangs or kills its process ends the run, and the rest is left
+            run = self._run(subject, todo, limits=generous, method=base.method, library=library)
+            for result in run.results:
+                self._note(subject, result)
+            known = self._verdicts.known(subject.digest)
+            rest = [test for test in todo if self._suite.key(test) not in known]
+            if len(rest) == len(todo):
+                self._blame(subject, rest[0], run)
+                rest = rest[1:] if run.collected else []
+            todo = rest
+        known = self._verdicts.known(subject.digest)
+        self._verdicts.save()
+        nothing = {"outcome": "broken", "message": "it did not run"}
+        return [_result(test, known.get(self._suite.key(test), nothing)) for test in base.passed]
+
+    # -- wrong solutions -------------------------------------------------------------------------
+
+    def judge(self, what: str, subjects: Sequence[Subject], base: Baseline) -> list[Verdict]:
+        """The verdict on each subject, in their order."""
+        done = 0
+
+        def one(subject: Subject) -> Verdict | None:
+            nonlocal done
+            verdict = self._judge(subject, base)
+            with self._lock:
+                done += 1
+                self._progress(what, done, len(subjects))
+            return verdict
+
+        self._progress(what, 0, len(subjects))
+        try:
+            first = self._runner.map(one, subjects)
+            found = [v or self._confirm(s, base) for s, v in zip(subjects, first, strict=True)]
+        finally:
+            self._verdicts.save()
+        return found
+
+    def forget_what_is_gone(self, base: Baseline) -> None:
+        """Drop the results of tests that are no longer there."""
+        self._verdicts.keep({self._suite.key(test) for test in base.tests})
+
+    def _judge(self, subject: Subject, base: Baseline, confirm: bool = False) -> Verdict | None:
+        """Run the tests that can notice, until one does; None for a timeout to be confirmed."""
+        reached = base.reaching(subject)
+        known = self._verdicts.known(subject.digest)
+        for test in reached:
+            if known.get(self._suite.key(test), {}).get("outcome") in KILLS:
+                return self._killed(subject, test, known[self._suite.key(test)], reached)
+        todo = self._promising(
+            subject, [t for t in reached if self._suite.key(t) not in known], base
+        )
+        if not todo:
+            return Verdict(subject, "survived", reached=tuple(reached))
+        limits = tuple((test, base.limits[test] * (2 if confirm else 1)) for test in todo)
+        run = self._run(subject, todo, limits=limits, method=base.method, stop=True)
+        for result in run.results:
+            if result.outcome == "timeout" and not confirm:
+                return None
+            self._note(subject, result)
+            if result.outcome in KILLS:
+                test = result.test if result.test in reached else todo[0]  # its file may be broken
+                self._verdicts.note(subject.digest, self._suite.key(test), _record(result))
+                return self._killed(subject, test, _record(result), reached)
+        return Verdict(subject, "survived", reached=tuple(reached))
+
+    def _confirm(self, subject: Subject, base: Baseline) -> Verdict:
+        """A test that took too long gets twice the time, with the machine to itself."""
+        verdict = self._judge(subject, base, confirm=True)
+        assert verdict is not None
+        return verdict
+
+    def _killed(
+        self, subject: Subject, test: str, record: dict[str, Any], reached: list[str]
+    ) -> Verdict:
+        with self._lock:
+            self._kills[test] += 1
+            self._verdicts.note_killer(subject.digest, test)
+        status = "timeout" if record["outcome"] == "timeout" else "killed"
+        stacks = tuple(record.get("stacks", ()))
+        return Verdict(subject, status, test, record["message"], stacks, tuple(reached))
+
+    def _promising(self, subject: Subject, tests: list[str], base: Baseline) -> list[str]:
+        """What noticed this one last time first, then what notices most for its time."""
+        last = self._verdicts.killer(subject.digest)
+
+        def worth(test: str) -> float:
+            seconds: float = base.results[test]["seconds"]
+            return (1 + self._kills[test]) / (0.05 + seconds)
+
+        return sorted(tests, key=lambda test: (test != last, -worth(test)))
+
+    # -- runs ------------------------------------------------------------------------------------
+
+    def _complete(self, reference: Subject, method: str) -> Baseline:
+        """All tests on the reference, one run for all that have not been run."""
+        tests = self._verdicts.collected(self._suite.digest)
+        known = self._verdicts.known(reference.digest)
+        if tests is None or any(self._suite.key(test) not in known for test in tests):
+            todo = tests and [test for test in tests if self._suite.key(test) not in known]
+            if tests is None:
+                tests = self._run(reference, [], method=method).collected
+                todo = [test for test in tests if self._suite.key(test) not in known]
+            run = self._run(reference, todo, trace=True, method=method)
+            for result in run.results:
+                lines = sorted({*run.lines.get("", ()), *run.lines.get(result.test, ())})
+                self._note(reference, result, lines=lines)
+            known = self._verdicts.known(reference.digest)
+            tests += [r.test for r in run.results if r.test not in tests and r.outcome in KILLS]
+            self._verdicts.note_collected(self._suite.digest, tests)
+            self._verdicts.save()
+        never = {"outcome": "broken", "message": "it did not run", "seconds": 0.0, "setup": 0.0}
+        results = {test: known.get(self._suite.key(test), never) for test in tests}
+        return Baseline(tests, results, method)
+
+    def _run(
+        self,
+        subject: Subject,
+        tests: Sequence[str] | None,
+        *,
+        limits: tuple[tuple[str, float], ...] = (),
+        method: str = FORKSERVER,
+        stop: bool = False,
+        trace: bool = False,
+        library: Path | None = None,
+    ) -> Run:
+        with self._lock:
+            if self._staged is None:
+                self._staged = self._stage.tests(self._suite.digest, self._suite.folder)
+        with self._library(subject, library) as place:
+            scratch = self._stage.scratch()
+            job = Job(
+                library=place,
+                judged=place / self._inside,
+                module=self._module,
+                tests=self._staged,
+                scratch=scratch,
+                chosen=None if tests is None else tuple(tests),
+                limits=limits,
+                limit=UNKNOWN,
+                stop=stop,
+                trace=trace,
+                method=method,
+            )
+            run = self._runner.run(job)
+        shutil.rmtree(scratch, ignore_errors=True)
+        return run
+
+    def _library(self, subject: Subject, given: Path | None) -> AbstractContextManager[Path]:
+        if given is not None:
+            return nullcontext(given)
+        if subject.alone:
+            return nullcontext(self._stage.bare_library(subject.source))
+        return self._stage.library(subject.source)
+
+    def _note(self, subject: Subject, result: Result, **more: Any) -> None:
+        self._verdicts.note(subject.digest, self._suite.key(result.test), _record(result) | more)
+
+    def _blame(self, subject: Subject, test: str, run: Run) -> None:
+        """Nothing ran: whatever the run told, else that it told nothing, stands for this test."""
+        told = run.results[0] if run.results else Result(test, "broken", message="it did not run")
+        self._verdicts.note(subject.digest, self._suite.key(test), _record(told))
+
+
+def _record(result: Result) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "outcome": result.outcome,
+        "seconds": round(result.seconds, 4),
+        "setup": round(result.setup, 4),
+        "message": result.message[:SAID],
+    }
+    if result.text and result.outcome != "passed":
+        record["text"] = result.text[-SAID:]
+    if result.stacks:
+        record["stacks"] = result.stacks
+    return record
+
+
+def _result(test: str, record: dict[str, Any]) -> Result:
+    known = {k: v for k, v in record.items() if k != "lines"}
+    return Result(test, **known | {"stacks": tuple(record.get("stacks", ()))})

@@ -1,0 +1,202 @@
+"""Runs suites against libraries, in warm worker processes, with a deadline for every test."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+FORKSERVER, SPAWN = "forkserver", "spawn"
+_HERE = Path(__file__).resolve().parent
+_BLAS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+class WrongFileError(Exception):
+    """Python imported another file than the one that was to be judged."""
+
+
+class RunnerError(Exception):
+    """A worker ended by itself: a fault of the grader or of the machine, never a verdict."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one test in one run."""
+
+    test: str
+    outcome: str  # passed, failed, skipped, timeout, broken (its file could not be imported)
+    seconds: float = 0.0
+    setup: float = 0.0  # of those seconds
+    message: str = ""
+    text: str = ""  # with the traceback
+    stacks: tuple[dict[str, Any], ...] = ()  # of every process, at a timeout
+
+
+@dataclass
+class Run:
+    """All that one run told."""
+
+    collected: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    lines: dict[str, list[int]] = field(default_factory=dict)  # of the judged file, by test
+    left: int = 0  # processes that were still there after the last test
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to do: a suite on a library, or a choice of its tests in a given order."""
+
+    library: Path
+    judged: Path
+    module: str
+    tests: Path
+    scratch: Path
+    chosen: tuple[str, ...] | None = None  # None: all
+    limits: tuple[tuple[str, float], ...] = ()  # seconds, by test
+    limit: float = 30.0  # of tests without one of their own
+    stop: bool = False  # at the first failure
+    trace: bool = False
+    method: str = FORKSERVER
+
+
+class Worker:
+    """One warm process; see worker.py."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "OL_"))
+        }
+        path = os.pathsep.join([str(_HERE / "inside"), str(_HERE.parent)])
+        ours = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ol.worker", *preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=os.sep,
+            env=kept | dict.fromkeys(_BLAS, "1") | ours,
+            start_new_session=True,  # a Ctrl-C reaches the grader alone, which ends its workers
+            text=True,
+        )
+
+    def run(self, job: Job) -> Run:
+        """Do one job; WrongFileError where it imported another file."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = vars(job) | {
+            "limits": dict(job.limits),
+            "folder": job.scratch,
+            "events": job.scratch / "events",
+            "output": job.scratch / "output",
+        }
+        with suppress(BrokenPipeError):  # the reason is on its standard error
+            self._process.stdin.write(json.dumps(request, default=str) + "\n")
+            self._process.stdin.flush()
+        run = Run()
+        for line in self._process.stdout:
+            told = json.loads(line)
+            if "collected" in told:
+                run.collected = told["collected"]
+            elif "end" in told:
+                _note_events(run, told["events"])
+                run.left = told["left"]
+                return run
+            else:
+                run.results.append(Result(**told | {"stacks": tuple(told.get("stacks", ()))}))
+        assert self._process.stderr is not None
+        raise RunnerError(self._process.stderr.read().strip() or "a worker ended")
+
+    def close(self) -> None:
+        """End the worker and all that it started."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def _note_events(run: Run, events: Iterable[dict[str, Any]]) -> None:
+    test = ""  # lines before the first test belong to the import, and so to every test
+    for event in events:
+        if "wrong" in event:
+            raise WrongFileError(event["wrong"])
+        test = event.get("test", test)
+        if "line" in event:
+            run.lines.setdefault(test, []).append(event["line"])
+
+
+class Runner:
+    """A few workers, started when there is work, ended with the ``with`` block."""
+
+    def __init__(self, preload: Sequence[str], workers: int = 2) -> None:
+        self._preload = preload
+        self._count = workers
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._all: list[Worker] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers."""
+        with self._lock:
+            workers, self._all, self._count = self._all, [], 0
+        for worker in workers:
+            worker.close()
+
+    def run(self, job: Job) -> Run:
+        """Do one job in an idle worker."""
+        worker = self._worker()
+        run = worker.run(job)
+        self._idle.put(worker)
+        return run
+
+    def map(self, work: Callable[[S], R], subjects: Iterable[S]) -> list[R]:
+        """``work`` on each subject, as many at a time as there are workers."""
+        with ThreadPoolExecutor(max(1, self._count)) as pool:
+            futures = [pool.submit(work, subject) for subject in subjects]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                self.close()  # whoever waits for a worker sees its end
+                raise
+
+    def _worker(self) -> Worker:
+        with suppress(queue.Empty):
+            return self._idle.get_nowait()
+        with self._lock:
+            if len(self._all) >= self._count:
+                raise RunnerError("all workers are busy or gone")
+            worker = Worker(self._preload)
+            self._all.append(worker)
+            return worker

@@ -2,6 +2,7 @@
 
     train -> dist (this face) -> {tcp, shm, algorithms} -> comm -> {port, arrays, launch} -> ...
 
+    algorithms  all-reduce by a tree, by doubling, by halving, naively
     comm        the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
       launch      start processes, wait for any, end them
         verdict     what went wrong, in words
@@ -21,6 +22,7 @@ The import rule: a module imports only from below itself in this list, and nobod
 anything but this face and ``tinyllm.dist.comm``.  A test walks the imports.
 """
 
+from tinyllm.dist import algorithms
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh, spawn
 from tinyllm.dist.errors import (
     CommError,
@@ -42,6 +44,7 @@ __all__ = [
     "PeerLost",
     "RankDied",
     "RankError",
+    "algorithms",
     "chunk_bounds",
     "cores",
     "pipe_mesh",

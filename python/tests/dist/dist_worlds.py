@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from tinyllm.dist import PeerLost
+from tinyllm.dist import PeerLost, nonblocking
 from tinyllm.dist.board import RUNNING, Board
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh
 
@@ -24,9 +25,13 @@ def in_threads(world: int, fn, *args, mesh=pipe_mesh) -> list[Any]:
     def rank(comm: Comm) -> Any:
         board.slot(comm.rank).mark(RUNNING)  # as a rank's process does
         try:
-            return fn(comm, *args)
+            value = fn(comm, *args)
+            finish(comm)
+            return value
         except BaseException:
             hang_up(comm)  # so that the others do not wait for it
+            with suppress(BaseException):
+                finish(comm)
             raise
 
     try:
@@ -40,6 +45,12 @@ def in_threads(world: int, fn, *args, mesh=pipe_mesh) -> list[Any]:
         for comm in comms:
             hang_up(comm)
         board.close()
+
+
+def finish(comm: Comm) -> None:
+    """What a rank's process does when its function has returned."""
+    if comm._port.queue is not None:
+        nonblocking.finish(comm)
 
 
 def hang_up(comm: Comm) -> None:

@@ -1,28 +1,30 @@
 """Collectives over Python processes.
 
-    train -> dist (this face) -> {tcp, shm, algorithms} -> comm -> {port, arrays, launch} -> ...
+    train -> dist (this face) -> {tcp, shm, algorithms, nonblocking}
+          -> comm -> {port, arrays, launch} -> ...
 
-    algorithms  all-reduce by a tree, by doubling, by halving, naively
-    comm        the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
-      launch      start processes, wait for any, end them
-        verdict     what went wrong, in words
-        member      one rank as the parent sees it
-        child       what a rank's process does
-        mailbox     the private channel between parent and rank
-        preflight   what can be said before anything starts
-      port        one rank's side of the mesh: links, numbering, header check
-        link        one duplex byte channel to one peer
-      diagnosis   who disagrees, who waits for whom, whose fault it is
-      board       who is in which operation, in shared memory
-      frame       the header of every message
-      arrays      what arrays and out= may be
-    errors      every error class
+    algorithms   all-reduce by a tree, by doubling, by halving, naively
+    nonblocking  the collectives again, in futures
+    comm         the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
+      launch       start processes, wait for any, end them
+        verdict      what went wrong, in words
+        member       one rank as the parent sees it
+        child        what a rank's process does
+        mailbox      the private channel between parent and rank
+        preflight    what can be said before anything starts
+      port         one rank's side of the mesh: links, numbering, header check
+        link         one duplex byte channel to one peer
+      diagnosis    who disagrees, who waits for whom, whose fault it is
+      board        who is in which operation, in shared memory
+      frame        the header of every message
+      arrays       what arrays and out= may be
+    errors       every error class
 
 The import rule: a module imports only from below itself in this list, and nobody outside imports
 anything but this face and ``tinyllm.dist.comm``.  A test walks the imports.
 """
 
-from tinyllm.dist import algorithms
+from tinyllm.dist import algorithms, nonblocking
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh, spawn
 from tinyllm.dist.errors import (
     CommError,
@@ -47,6 +49,7 @@ __all__ = [
     "algorithms",
     "chunk_bounds",
     "cores",
+    "nonblocking",
     "pipe_mesh",
     "spawn",
 ]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
@@ -152,6 +153,8 @@ class Board:
         total = _LINE + world * self._slot_size
         self._fd = anonymous_file("tinyllm board", total) if fd is None else fd
         self._map = mmap.mmap(self._fd, total)
+        # In a rank's process: what is left to do when its function has returned.
+        self.at_end: list[Callable[[], None]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, (self.world, DupFd(self._fd))

@@ -31,7 +31,11 @@ from tinyllm.dist.board import Board
 from tinyllm.dist.errors import CommError, DesyncError, PeerLost
 from tinyllm.dist.mailbox import Failure
 
-_HERE = os.path.dirname(__file__)
+# This library, and what its futures are made of.
+_NOT_THEIRS = tuple(
+    os.path.join(folder, "")
+    for folder in (os.path.dirname(__file__), os.path.dirname(threading.__file__) + "/concurrent")
+)
 TEXT_LIMIT = 64 * 1024  # characters of a traceback that travel
 
 
@@ -80,6 +84,8 @@ def main(
         comm = endpoint.open(board)
         slot.mark(boards.RUNNING)
         value = fn(comm, *args)
+        for finish in board.at_end:
+            finish()
         kind, payload, doing = mailbox.RETURNED, _pickled_result(value), boards.RETURNED
     except BaseException as error:
         kind, payload, doing = mailbox.RAISED, _pickled_failure(error), boards.FAILED
@@ -185,8 +191,9 @@ def _whole(error: BaseException) -> str:
 def _users_frames(error: BaseException) -> str:
     """Where the user's code called the library; what the error says is in the headline."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if os.path.dirname(frame.filename) != _HERE]
-    return "Traceback (most recent call last):\n" + "".join(traceback.format_list(theirs)).rstrip()
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
+    return "\n".join(["".join(lines).rstrip(), *getattr(error, "__notes__", ())])
 
 
 def _is_ours(error: BaseException) -> TypeGuard[CommError]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,6 +40,13 @@ _FREE: dict[str, tuple[str, ...]] = {
     "broadcast": ("dtype", "shape"),
     "all_gather": ("shape",),
 }
+
+
+class Queue(Protocol):
+    """Calls that another thread makes in this one's place: see nonblocking."""
+
+    def give_way(self, op: str) -> None:
+        """``op`` begins: return when the calls made before it are done."""
 
 
 @dataclass
@@ -69,6 +76,7 @@ class Port:
         self.rank = rank
         self.world = len(channels)
         self.limit: Callable[[], float | None] = lambda: None  # seconds that an operation may wait
+        self.queue: Queue | None = None  # of calls that come before the next operation
         self._links: list[Any] = [  # Links, by peer; None at the rank itself
             None if channel is None else Link(channel, peer, self)
             for peer, channel in enumerate(channels)
@@ -85,6 +93,7 @@ class Port:
         self._head = Frame("barrier", 0).pack()
         self._busy = threading.Lock()
         self._failure: BaseException | None = None
+        self._failed = ""  # what failed first
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -131,6 +140,8 @@ class Port:
         return frame.unpack(self._head)
 
     def _enter(self, op: str) -> None:
+        if self.queue is not None:
+            self.queue.give_way(op)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 f"rank {self.rank}: {op} was called while another thread is in {self._frame};"
@@ -139,7 +150,7 @@ class Port:
         if self._failure is not None:
             self._busy.release()
             raise CommError(
-                f"rank {self.rank}: {op} on a Comm that is broken since {self._frame} failed:"
+                f"rank {self.rank}: {op} on a Comm that is broken since {self._failed} failed:"
                 f" {self._failure}",
                 rank=self.rank,
                 op=op,
@@ -157,9 +168,18 @@ class Port:
         if error is None:
             self._slot.leave()
         else:
-            self._failure = error
-            self._slot.fail()
+            self.fail(error, str(self._frame))
         self._busy.release()
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Let every later operation fail, too, because ``what`` did."""
+        if self._failure is None:
+            self._failure, self._failed = error, what
+            self._slot.fail()
+
+    def at_end(self, finish: Callable[[], None]) -> None:
+        """Have ``finish`` called when the rank's function has returned."""
+        self._board.at_end.append(finish)
 
     # -- messages ------------------------------------------------------------------------------
 

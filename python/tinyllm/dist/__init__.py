@@ -2,6 +2,7 @@
 
     train -> dist (this face) -> {tcp, shm, algorithms} -> comm -> {port, arrays, launch} -> ...
 
+    tcp         tcp_mesh: the same over TCP on loopback
     comm        the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
       launch      start processes, wait for any, end them
         verdict     what went wrong, in words
@@ -32,6 +33,7 @@ from tinyllm.dist.errors import (
     RankError,
 )
 from tinyllm.dist.launch import cores
+from tinyllm.dist.tcp import tcp_mesh
 
 __all__ = [
     "Comm",
@@ -46,4 +48,5 @@ __all__ = [
     "cores",
     "pipe_mesh",
     "spawn",
+    "tcp_mesh",
 ]

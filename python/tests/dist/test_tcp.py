@@ -413,7 +413,7 @@ def test_a_proof_serves_neither_another_rank_nor_the_other_side() -> None:
 @pytest.mark.parametrize("answer", ["reflected", "zeros", "half"])
 def test_who_took_a_ranks_port_is_not_believed(answer: str) -> None:
     """Rank 1 connects to an impostor, who sends its own proof back to it, or what else he has."""
-    ends = tcp_mesh(2, timeout=0.4)
+    ends = tcp_mesh(2, timeout=0.2)
     impostor = socket.create_server(("127.0.0.1", 0))
     ends[0].ports[0] = impostor.getsockname()[1]
     came = []

@@ -259,6 +259,8 @@ class _Rendezvous:
         self._selector.register(talk.socket, selectors.EVENT_READ, talk)
         with self._dropping(talk):
             talk.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Left to itself the kernel lets it grow to megabytes, which leave the cache: all_reduce
+            # of 4 MiB takes a fifth longer then, and how much a link holds depends on its past.
             talk.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, HOLDS)
             talk.begin(handshake)
 

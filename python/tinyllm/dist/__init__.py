@@ -5,6 +5,7 @@
 
     algorithms   all-reduce by a tree, by doubling, by halving, naively
     nonblocking  the collectives again, in futures
+    tcp          tcp_mesh: the same over TCP on loopback
     comm         the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
       launch       start processes, wait for any, end them
         verdict      what went wrong, in words
@@ -36,6 +37,7 @@ from tinyllm.dist.errors import (
     RankError,
 )
 from tinyllm.dist.launch import cores
+from tinyllm.dist.tcp import tcp_mesh
 
 __all__ = [
     "Comm",
@@ -52,4 +54,5 @@ __all__ = [
     "nonblocking",
     "pipe_mesh",
     "spawn",
+    "tcp_mesh",
 ]

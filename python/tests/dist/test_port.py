@@ -163,3 +163,22 @@ def test_a_refused_message_is_shown_beside_the_call() -> None:
     _, said = in_threads(2, refuses)
     assert "rank 1: recv from rank 0 (message 9, after #0)" in said
     assert "rank 0: send to rank 1 (message 1, after #0)" in said
+
+
+def leaves_one_after_the_other(comm: Comm) -> tuple[str, int | None]:
+    """Rank 2 leaves; so does rank 3 over it, and then rank 0 over rank 3."""
+    if comm.rank == 2:
+        hang_up(comm)
+        return "", None
+    try:
+        comm.barrier()
+    except CommError as error:
+        hang_up(comm)
+        return str(error), error.rank
+    return "", None
+
+
+def test_the_blame_travels_along_the_ring() -> None:
+    ranks = in_threads(5, leaves_one_after_the_other)
+    assert [blamed for _, blamed in ranks] == [2, 2, None, 2, 2]
+    assert any("; it gave up over rank 2" in said for said, _ in ranks)

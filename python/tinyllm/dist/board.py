@@ -6,7 +6,7 @@ parent reads all slots, also those of ranks that are stopped or stuck in C.
 
     | alarm | slot 0 | slot 1 | ...
 
-    slot = | version, doing, peer, witness, broken | header | testimony | sent | received |
+    slot = | version, doing, peer, witness, broken, blamed | header | testimony | sent | received |
 
 ``header`` is that of the current or the last operation.  ``testimony`` is the header of a message
 that did not belong to it, and ``witness`` the rank that sent it.  ``sent`` and ``received`` count
@@ -30,7 +30,7 @@ from tinyllm.dist.frame import Frame
 STARTING, RUNNING, INSIDE, RECEIVING, SENDING, RETURNED, FAILED = range(7)
 
 _LINE = 64  # bytes; a cache line, so that ranks do not disturb each other
-_VERSION, _DOING, _PEER, _WITNESS, _BROKEN = range(5)
+_VERSION, _DOING, _PEER, _WITNESS, _BROKEN, _BLAMED = range(6)
 _READS = 100  # tries to read a slot between two writes of its owner
 
 
@@ -46,6 +46,7 @@ class Entry(NamedTuple):
     sent: tuple[int, ...] = ()  # messages of send, by destination
     received: tuple[int, ...] = ()  # messages of recv, by source
     broken: bool = False  # an operation failed
+    blamed: int | None = None  # whose fault that was, as far as this rank knows
 
     @property
     def waits(self) -> bool:
@@ -112,8 +113,9 @@ class Slot:
         """The rank is done with the operation."""
         self._words[_DOING] = RUNNING
 
-    def fail(self) -> None:
-        """The operation failed: no later message of this rank can be trusted."""
+    def fail(self, blamed: int | None) -> None:
+        """The operation failed, over ``blamed``: no later message of this rank can be trusted."""
+        self._words[_BLAMED] = 0 if blamed is None else blamed + 1
         self._words[_BROKEN] = 1
         self.mark(FAILED)
 
@@ -125,7 +127,7 @@ class Slot:
     def read(self, rank: int) -> Entry:
         """What the slot says; between two writes of its owner."""
         for _ in range(_READS):
-            version, doing, peer, witness, broken = self._words[:5]
+            version, doing, peer, witness, broken, blamed = self._words[:6]
             head = bytes(self._head)
             if version % 2 == 0 and version == self._words[_VERSION]:
                 break
@@ -140,6 +142,7 @@ class Slot:
             tuple(self.sent),
             tuple(self.received),
             bool(broken),
+            blamed - 1 if blamed else None,
         )
 
 

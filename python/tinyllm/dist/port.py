@@ -175,7 +175,7 @@ class Port:
         """Let every later operation fail, too, because ``what`` did."""
         if self._failure is None:
             self._failure, self._failed = error, what
-            self._slot.fail()
+            self._slot.fail(getattr(error, "rank", None))
 
     def at_end(self, finish: Callable[[], None]) -> None:
         """Have ``finish`` called when the rank's function has returned."""
@@ -295,12 +295,21 @@ class Port:
         self._check_limit(entries, peer)
 
     def lost(self, peer: int, why: str) -> CommError:
-        """A link lost its peer: it returned too early, or something happened to it."""
-        if diagnosis.dispute(self._board.read()):
+        """A link lost its peer: it returned too early, or something happened to it.
+
+        Or it gave up, over a rank that it says on the board, and the blame stays with that one.
+        """
+        entries = self._board.read()
+        if diagnosis.dispute(entries):
             return self._desync(f"rank {self.rank} is in {self._frame}")
+        culprit = entries[peer].blamed
+        if culprit in (None, self.rank, peer):
+            culprit, says = peer, ""
+        else:
+            says = f"; it gave up over rank {culprit}"
         return PeerLost(
-            f"rank {self.rank} lost rank {peer} in {self._frame}: {why}",
-            rank=peer,
+            f"rank {self.rank} lost rank {peer} in {self._frame}: {why}{says}",
+            rank=culprit,
             op=self._frame.op,
             seq=self._frame.seq,
         )

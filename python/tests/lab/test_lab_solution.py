@@ -13,18 +13,16 @@ import re
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
+from lab_programs import LAB
 
-LAB = Path(__file__).parents[3] / "course/labs/08-distributed-hpc/01-ring-allreduce"
 PROGRAM = LAB / "solution.py"
 LONG = ("--world", "4", "--size", "2000000")  # some seconds: it is never awaited
 
@@ -40,75 +38,6 @@ ring all-reduce: world=8, vector=80000 doubles
 # -- the program -----------------------------------------------------------------------------------
 
 
-class Program:
-    """A run in a session of its own, so that all its processes can be found."""
-
-    def __init__(self, *args, program=PROGRAM, flags=()):
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", *flags, str(program), *args],
-            env={},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def outcome(self):
-        """Exit code, stdout and stderr; and no process of it is left."""
-        out, err = self.process.communicate(timeout=30)
-        self.wait_until(lambda: not self.members())  # multiprocessing's tracker ends last
-        return self.process.returncode, out, err
-
-    def end(self):
-        """Whatever the test came to, leave nothing of it."""
-        for pid in self.members():
-            os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
-
-    def members(self):
-        """The pids and command lines of its session that are still there."""
-        table = subprocess.run(
-            ["ps", "-axwwo", "pid=,pgid=,stat=,args="], capture_output=True, text=True, check=True
-        )
-        rows = [line.split(None, 3) for line in table.stdout.splitlines()]
-        return {
-            int(pid): args
-            for pid, group, state, args in rows
-            if int(group) == self.process.pid and state[0] != "Z"
-        }
-
-    def ranks(self, world):
-        """The pids of all ranks, as soon as they have been started."""
-        found = []
-
-        def started():
-            found[:] = sorted(pid for pid, args in self.members().items() if "spawn_main" in args)
-            return len(found) == world
-
-        self.wait_until(started)
-        return found
-
-    @staticmethod
-    def wait_until(true, seconds=10):
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-
-@pytest.fixture
-def start():
-    programs = []
-
-    def begin(*args, **options):
-        programs.append(Program(*args, **options))
-        return programs[-1]
-
-    yield begin
-    for program in programs:
-        program.end()
-
-
 def broken(tmp_path, line, wrong):
     """A copy of the program in which a learner got one line wrong."""
     source = PROGRAM.read_text()
@@ -119,7 +48,7 @@ def broken(tmp_path, line, wrong):
 
 
 def test_the_block_of_the_lab(start):
-    strict = ("-W", "error")  # a socket left open would be reported on stderr
+    strict = ("-I", "-W", "error")  # a socket left open would be reported on stderr
     assert start("--world", "8", flags=strict).outcome() == (0, BLOCK, "")
 
 

@@ -273,7 +273,7 @@ def circle(comm: Comm) -> None:
 
 def test_a_deadline_draws_the_circle() -> None:
     with pytest.raises(CommTimeout) as caught:
-        spawn(circle, 3, timeout=2.0)
+        spawn(circle, 3, timeout=2.0, method="forkserver")
     said = str(caught.value)
     assert "0 → 1 → 2 → 0: each is sending and none receives" in said
     assert "rank 1 is in send to rank 2 (message 1, after #1), waiting for rank 2 to take" in said

@@ -84,27 +84,13 @@ def test_the_fit_finds_the_two_prices(tree):
     assert (alpha, beta) == pytest.approx((20e-6, 0.5e-9))
 
 
-@pytest.mark.parametrize(
-    ("world", "ring", "tree_steps"), [(2, 2, 2), (3, 4, 4), (4, 6, 4), (8, 14, 6)]
-)
-def test_with_a_core_for_each_rank_the_model_counts_steps(
-    tree, monkeypatch, world, ring, tree_steps
-):
-    monkeypatch.setattr(tree, "cores", lambda: 100)
+@pytest.mark.parametrize(("world", "ring", "steps"), [(2, 2, 2), (3, 4, 4), (4, 6, 4), (8, 14, 6)])
+def test_the_model_counts_steps_and_bytes(tree, world, ring, steps):
     n = 1_000_000
     assert tree.model("ring", world, n, 1.0, 0.0) == ring
-    assert tree.model("tree", world, n, 1.0, 0.0) == tree_steps
+    assert tree.model("tree", world, n, 1.0, 0.0) == steps
     assert tree.model("ring", world, n, 0.0, 1.0) == pytest.approx(2 * (world - 1) / world * n)
-    assert tree.model("tree", world, n, 0.0, 1.0) == tree_steps * n
-
-
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
-def test_on_one_core_the_model_counts_messages(tree, monkeypatch, world):
-    monkeypatch.setattr(tree, "cores", lambda: 1)
-    assert tree.model("ring", world, 8, 1.0, 0.0) == 2 * world * (world - 1)
-    assert tree.model("tree", world, 8, 1.0, 0.0) == 2 * (world - 1)
-    for name in ("ring", "tree"):
-        assert tree.model(name, world, 1000, 0.0, 1.0) == pytest.approx(2 * (world - 1) * 1000)
+    assert tree.model("tree", world, n, 0.0, 1.0) == steps * n
 
 
 def test_the_crossover_lies_where_the_lines_meet(tree):
@@ -136,6 +122,27 @@ def test_buckets_travel_during_the_backward_pass(run, how):
     for bucket in "0123":
         assert reduced.index(bucket) >= backward.index(bucket)
     assert reduced.index("0") < backward.rindex("3"), "nothing travels before the pass is over"
+
+
+def test_a_bucket_begins_without_waiting_for_the_one_before(monkeypatch):
+    monkeypatch.syspath_prepend(str(LAB))
+    overlap, done = load("ext2_overlap"), []
+
+    class Future:
+        def result(self):
+            done.append("waits")
+
+    def call(comm, fn, bucket):
+        done.append(f"all-reduce {bucket}")
+        return Future()
+
+    one_pass = object.__new__(overlap.Pass)
+    one_pass.comm, one_pass.grads = None, [0, 1]
+    one_pass.backward = lambda bucket: done.append(f"backward {bucket}")
+    monkeypatch.setattr(overlap.nonblocking, "call", call)
+    one_pass.overlapped()
+    begins = ["backward 0", "all-reduce 0", "backward 1", "all-reduce 1"]
+    assert done == [*begins, "waits", "waits"]
 
 
 def test_the_timeline_is_drawn(tmp_path, monkeypatch, capsys):

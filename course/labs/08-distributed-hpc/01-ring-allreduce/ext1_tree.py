@@ -9,7 +9,6 @@ the model predicts the crossover, which is then measured.
 """
 
 import argparse
-import statistics
 import time
 
 import numpy as np
@@ -53,7 +52,7 @@ def ping_pong(comm, sizes, rounds):
                     comm.send(comm.recv(0), 0)
             turns.append((time.perf_counter() - start) / repeat / 2)
         if turns:
-            seconds[size] = statistics.median(turns)
+            seconds[size] = min(turns)
     return seconds
 
 
@@ -82,13 +81,13 @@ def measure(comm, sizes, rounds):
     return messages, seconds
 
 
-def medians(ranks, sizes):
-    """Seconds by algorithm, one for each size: in a round the slowest rank counts."""
+def best(ranks, sizes):
+    """Seconds by algorithm, one for each size: that of the slowest rank, in the best round."""
     times = {name: np.empty(len(sizes)) for name in NAMES}
     for i, size in enumerate(sizes):
         for name in NAMES:
             rounds = zip(*(rank[size][name] for rank in ranks), strict=True)
-            times[name][i] = statistics.median(map(max, rounds))
+            times[name][i] = min(map(max, rounds))
     return times
 
 
@@ -104,17 +103,13 @@ def fit(messages):
 
 
 def model(name, world, n, alpha, beta):
-    """Predicted seconds for n bytes: a core carries one message at a time, so (messages) / cores.
+    """Predicted seconds for n bytes: α for each step, β for each byte that passes a rank in it.
 
-    A ring's step is ``world`` messages of n / world bytes.  A tree's step is one message of n bytes
-    for each pair at that distance, and every distance comes twice, up and down.
+    As if every rank had a core and a wire of its own, which is what makes the model so simple.
     """
     if name == "ring":
-        steps = [(world, n / world)] * (2 * (world - 1))
-    else:
-        distances = [1 << k for k in range((world - 1).bit_length())]
-        steps = [(len(range(d, world, 2 * d)), n) for d in distances] * 2
-    return sum(max(1, messages / cores()) * (alpha + beta * size) for messages, size in steps)
+        return 2 * (world - 1) * (alpha + beta * n / world)
+    return 2 * (world - 1).bit_length() * (alpha + beta * n)
 
 
 def crossover(sizes, ring, tree):
@@ -133,12 +128,12 @@ def crossover(sizes, ring, tree):
 
 def show(world, sizes, times):
     """The table; an asterisk is at the fastest of a row."""
-    print(f"one all-reduce in ms: world={world} on {cores()} cores, * the fastest\n")
+    print(f"one all-reduce in ms: world={world} on {cores()} cores, * the fastest way\n")
     print(f"{'bytes':>11}" + "".join(f" {name.replace('_', ' '):>19}" for name in NAMES))
     for i, size in enumerate(sizes):
         row = {name: times[name][i] for name in NAMES}
-        best = min(row, key=row.get)
-        cells = [f"{1e3 * t:.3f}{'*' if name == best else ' '}" for name, t in row.items()]
+        fastest = min(row, key=row.get)
+        cells = [f"{1e3 * t:.3f}{'*' if name == fastest else ' '}" for name, t in row.items()]
         print(f"{size:>11,}" + "".join(f" {cell:>19}" for cell in cells))
 
 
@@ -166,8 +161,9 @@ def draw(sizes, times, predicted, crossings):
         for words, where, style in crossings:
             if where:
                 axes.axvline(where, color="grey", linewidth=1, linestyle=style)
-                axes.text(where, axes.get_ylim()[0], f" {words}", rotation=90, fontsize=8,
-                          ha="right", va="bottom", color="grey")  # fmt: skip
+                axes.annotate(words, (where, axes.get_ylim()[0]), (-3, 4), rotation=90,
+                              textcoords="offset points", fontsize=8, color="grey",
+                              ha="right", va="bottom")  # fmt: skip
         axes.set(xlabel="bytes of one vector", ylabel="ms of one all-reduce")
         axes.legend(frameon=False, fontsize=8)
 
@@ -186,7 +182,7 @@ def main():
     tools.needs_matplotlib(args.plot)
     sizes = sorted({size // 8 * 8 for size in args.bytes})
     ranks = spawn(measure, args.world, sizes, args.rounds, timeout=None, method="forkserver")
-    times = medians([seconds for _, seconds in ranks], sizes)
+    times = best([seconds for _, seconds in ranks], sizes)
     alpha, beta = fit(ranks[0][0])
     show(args.world, sizes, times)
 

@@ -14,11 +14,12 @@ EVERY = 0.1  # seconds between two drawings
 
 
 class Bar:
-    """``label ━━━━━━──── done/total``"""
+    """``label ━━━━━━──── done/total unit``"""
 
-    def __init__(self, label: str, total: int, wanted: bool = True) -> None:
+    def __init__(self, label: str, total: int, unit: str, wanted: bool = True) -> None:
         self.label = label
         self.total = total
+        self.unit = unit
         self.wanted = wanted and sys.stderr.isatty()
         self._next = 0.0
         self._length = 0
@@ -27,8 +28,9 @@ class Bar:
         """Draw it, if the last drawing is some time ago."""
         if self.wanted and time.monotonic() >= self._next:
             self._next = time.monotonic() + EVERY
+            count = f"{done:,}/{self.total:,} {self.unit}"
             filled = WIDTH * done // self.total
-            self._write(f"  {self.label} {'━' * filled:─<{WIDTH}} {done:,}/{self.total:,} steps")
+            self._write(f"  {self.label} {'━' * filled:─<{WIDTH}} {count}")
 
     def clear(self) -> None:
         """Leave an empty line behind."""

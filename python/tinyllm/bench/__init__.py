@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tinyllm import dist
-from tinyllm.bench import machine
+from tinyllm.bench import machine, plot
 from tinyllm.bench.cases import CASES, Kind
 from tinyllm.bench.sizes import written
 from tinyllm.bench.table import Row, Table, table
@@ -44,12 +44,13 @@ class BenchError(ValueError):
 
 def check_plot(path: str) -> None:
     """BenchError if no picture can come of it, before hours are spent on measuring."""
-    _plot().check(path)
+    if problem := plot.problem(path):
+        raise BenchError(problem)
 
 
 def plotted(path: str, where: machine.Machine, tables: Sequence[Table]) -> None:
     """Write the picture."""
-    _plot().write(path, where, tables)
+    plot.write(path, where, tables)
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,11 @@ __all__ = [
     "Row",
     "Table",
     "all_right",
+    "check_plot",
     "counts_of",
     "measured",
     "meshes",
+    "plotted",
     "shown",
     "to_json",
 ]

@@ -112,6 +112,7 @@ class AllReduce(Case):
     """The sum or mean of all arrays, on every rank."""
 
     def call(self) -> None:
+        """Comm.all_reduce, or another algorithm's."""
         if self.kind.algorithm == "ring":
             self.comm.all_reduce(self.x, self.kind.op, out=self.out)
         else:
@@ -127,6 +128,7 @@ class ReduceScatter(Case):
     """Every rank brings ``count`` entries and gets its chunk of the sum."""
 
     def call(self) -> None:
+        """Comm.reduce_scatter."""
         self.comm.reduce_scatter(self.x, out=self.out)
 
     def _arrays(self) -> tuple[Array, Array]:
@@ -141,6 +143,7 @@ class AllGather(Case):
     """Every rank brings its chunk and gets all ``count`` entries."""
 
     def call(self) -> None:
+        """Comm.all_gather."""
         self.comm.all_gather(self.x, out=self.out)
 
     def _arrays(self) -> tuple[Array, Array]:
@@ -159,6 +162,7 @@ class Broadcast(Case):
     """Rank 0's array, on every rank."""
 
     def call(self) -> None:
+        """Comm.broadcast from rank 0."""
         self.comm.broadcast(self.x, 0, out=self.out)
 
     def _results(self, turn: int) -> Iterator[tuple[Array, Array]]:
@@ -175,6 +179,7 @@ class SendRecv(Case):
     trips = 2
 
     def call(self) -> None:
+        """There and back."""
         partner = self.comm.rank ^ 1
         if partner >= self.comm.world:  # nobody is left for the last of an odd number
             return
@@ -196,6 +201,7 @@ class Barrier(Case):
     in_place_too = False
 
     def call(self) -> None:
+        """Comm.barrier."""
         self.comm.barrier()
 
     def _results(self, turn: int) -> Iterator[tuple[Array, Array]]:
@@ -208,6 +214,7 @@ class Memcpy(Case):
     in_place_too = False
 
     def call(self) -> None:
+        """A copy within the rank."""
         np.copyto(self.out, self.x)
 
     def _results(self, turn: int) -> Iterator[tuple[Array, Array]]:

@@ -34,7 +34,7 @@ class Machine:
 
 
 def here() -> Machine:
-    """This machine, as it is now."""
+    """Ask this machine."""
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     try:
         load = round(os.getloadavg()[0], 2)

@@ -93,5 +93,5 @@ def slowest(samples: Sequence[Sample]) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The least value that so many percent do not exceed; of fewer than 100, the 99th is the last."""
+    """The least value that so many percent do not exceed: for 99 and fewer than 100, the last."""
     return sorted(values)[math.ceil(len(values) * percent / 100) - 1]

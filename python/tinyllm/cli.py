@@ -214,7 +214,7 @@ def _bench(args: argparse.Namespace) -> int:
     where = machine.here()
     try:
         if args.plot:
-            bench.check_plot(args.plot)
+            bench.check_plot(args.plot, options)
         if args.json:
             tables = list(bench.measured(options))
             print(bench.to_json(where, options, tables))

@@ -42,17 +42,6 @@ class BenchError(ValueError):
     """What the user asked for cannot be measured; the message is one line."""
 
 
-def check_plot(path: str) -> None:
-    """BenchError if no picture can come of it, before hours are spent on measuring."""
-    if problem := plot.problem(path):
-        raise BenchError(problem)
-
-
-def plotted(path: str, where: machine.Machine, tables: Sequence[Table]) -> None:
-    """Write the picture."""
-    plot.write(path, where, tables)
-
-
 @dataclass(frozen=True)
 class Options:
     """What ``tinyllm bench`` was asked for; ``sizes`` in bytes, ``seconds`` for each row."""
@@ -65,6 +54,19 @@ class Options:
     op: str
     dtype: str
     seconds: float
+
+
+def check_plot(path: str, options: Options) -> None:
+    """BenchError if no picture can come of it, before anything is measured."""
+    if list(options.collectives) == ["barrier"]:
+        raise BenchError("--plot draws over the size, and a barrier has none")
+    if problem := plot.problem(path):
+        raise BenchError(problem)
+
+
+def plotted(path: str, where: machine.Machine, tables: Sequence[Table]) -> None:
+    """Write the picture."""
+    plot.write(path, where, tables)
 
 
 def meshes() -> dict[str, Callable[[int], Any]]:
@@ -114,7 +116,7 @@ def _table(kind: Kind, mesh: str, world: int, counts: list[int], seconds: float)
 def _check(options: Options) -> None:
     if options.op == "mean" and not options.dtype.startswith("float"):
         raise BenchError(f"--op mean: the mean of {options.dtype} is no {options.dtype}")
-    if tuple(options.algorithms) != ("ring",) and "all_reduce" not in options.collectives:
+    if list(options.algorithms) != ["ring"] and "all_reduce" not in options.collectives:
         raise BenchError("--algorithm is for all_reduce; the others have one way each")
     world, size = max(options.worlds), max(options.sizes)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,9 +5,10 @@ prime number of entries, and begins it elsewhere in every turn:
 
     entry i of rank r in turn t  =  wave[i + 5 r + 3 t]
 
-So a chunk in a wrong place, a rank that is counted twice, and the result of the turn before are
-wrong entries; and sums are exact in every dtype and order, so that results are compared with
-``==``.  What all waves add up to repeats like a wave: input and expected result are windows of
+The wave is k³ mod 127 mod 16: shifted copies of it, or of a sum of such, agree in one entry of nine
+at the most.  So a chunk in a wrong place, a rank that is counted twice, and the result of the turn
+before are wrong entries; and sums are exact in every dtype and order, so that results are compared
+with ``==``.  What all waves add up to repeats like a wave: input and expected result are windows of
 arrays that are made once, and writing or comparing them takes no longer than a copy.
 """
 
@@ -24,7 +25,7 @@ from tinyllm.dist import Comm, algorithms, chunk_bounds
 
 Array = NDArray[Any]
 
-PERIOD = 127  # entries; prime, so that no chunk looks like another
+PERIOD = 127  # entries; prime, so that no chunk begins like another
 RANK, TURN = 5, 3  # entries by which the next rank's and the next turn's wave are ahead
 SMALL = 16  # all numbers are below; 128 ranks' add up exactly in float16
 STALE = 99  # stands in the output before
@@ -62,7 +63,7 @@ class Case:
         self.x, self.out = self._arrays()
         # A mean divides by world, in float16 before it adds: let all numbers be multiples of it.
         scale = comm.world if kind.op == "mean" else 1
-        wave = np.arange(PERIOD) * 37 % PERIOD % SMALL * scale
+        wave = np.arange(PERIOD) ** 3 % PERIOD % SMALL * scale
         total = np.sum([np.roll(wave, -RANK * rank) for rank in range(comm.world)], axis=0) // scale
         self._wave = np.resize(wave.astype(kind.dtype), count + PERIOD)
         self._total = np.resize(total.astype(kind.dtype), count + PERIOD)

@@ -11,7 +11,7 @@ from rich.text import Text
 from tinyllm import screen
 from tinyllm.bench import Options, sizes
 from tinyllm.bench.machine import Machine, written
-from tinyllm.bench.table import Row, Table
+from tinyllm.bench.table import Row, Table, giga, micro
 from tinyllm.bench.timing import FEWEST
 from tinyllm.screen import Block
 
@@ -35,6 +35,8 @@ COLUMNS = {
     "memcpy": "GB/s",
     "turns": "",
 }
+
+WIDTHS = dict(zip(COLUMNS, (5, 8, 7, 5, 6, 6, 6, 6, 5, 6, 5), strict=True))
 
 
 def show_head(out: Console, where: Machine, options: Options) -> None:
@@ -130,19 +132,3 @@ def _grid(rows: Sequence[Row]) -> Block:
             str(row.turns),
         )
     return grid
-
-
-WIDTHS = dict(zip(COLUMNS, (5, 8, 7, 5, 6, 6, 6, 6, 5, 6, 5), strict=True))
-
-
-def micro(seconds: float) -> str:
-    """Microseconds in at most six characters; seconds where those are not enough."""
-    value = seconds * 1e6
-    if value >= 999_999.5:
-        return f"{seconds:.4g}s"
-    return f"{value:.1f}" if value < 999.95 else f"{value:.0f}"
-
-
-def giga(bandwidth: float | None) -> str:
-    """GB/s, 10⁹ bytes per second."""
-    return "-" if bandwidth is None else f"{bandwidth / 1e9:.2f}"

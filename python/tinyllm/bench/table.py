@@ -95,3 +95,16 @@ def slowest(samples: Sequence[Sample]) -> list[float]:
 def percentile(values: Sequence[float], percent: int) -> float:
     """The least value that so many percent do not exceed: for 99 and fewer than 100, the last."""
     return sorted(values)[math.ceil(len(values) * percent / 100) - 1]
+
+
+def micro(seconds: float) -> str:
+    """Microseconds in at most six characters; seconds where those are not enough."""
+    value = seconds * 1e6
+    if value >= 999_999.5:
+        return f"{seconds:.4g}s"
+    return f"{value:.1f}" if value < 999.95 else f"{value:.0f}"
+
+
+def giga(bandwidth: float | None) -> str:
+    """GB/s, 10⁹ bytes per second."""
+    return "-" if bandwidth is None else f"{bandwidth / 1e9:.2f}"

@@ -24,7 +24,7 @@ LAYERS = [
     {"tinyllm.bench", "tinyllm.demo"},
     {"tinyllm.progress", "tinyllm.screen"},
     {"tinyllm.dist"},
-    {"tinyllm.dist.algorithms"},
+    {"tinyllm.dist.algorithms", "tinyllm.dist.tcp"},
     {"tinyllm.dist.comm"},
     {"tinyllm.dist.launch"},
     {"tinyllm.dist.member", "tinyllm.dist.verdict"},

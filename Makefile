@@ -15,7 +15,7 @@ help:  ## list the targets
 demo: .venv/cli  ## the worked table, the traffic and a training run, measured here
 	$(BIN)/tinyllm demo
 
-bench-peers: .venv/cli  ## all_reduce beside MPICH, Open MPI and gloo (downloads them; minutes)
+bench-peers: .venv/cli  ## all_reduce beside MPICH, Open MPI and gloo (minutes; BENCH="--rounds 1 --json")
 	-$(MAKE) --no-print-directory --keep-going $(PEERS)
 	$(BIN)/python python/tests/bench/peers.py $(BENCH)
 

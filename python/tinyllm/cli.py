@@ -79,7 +79,12 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     _choices(bench, "--mesh", list(meshes()), list(meshes()))
     _choices(bench, "--algorithm", [*ALGORITHMS, "all"], ["ring"], "of all_reduce: ")
     bench.add_argument(
-        "--world", type=at_least(2), nargs="+", default=[2, 4], metavar="N", help="default: 2 4"
+        "--world",
+        type=at_least(2),
+        nargs="+",
+        default=[2, 4],
+        metavar="N",
+        help="ranks (default: 2 4)",
     )
     bench.add_argument(
         "--sizes",
@@ -91,9 +96,15 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         " (default: 8:32M)",
     )
     _number(bench, "--factor", 8, "a range goes in steps of this factor", smallest=2)
-    bench.add_argument("--op", choices=("sum", "mean"), default="sum", help="default: sum")
     bench.add_argument(
-        "--dtype", choices=DTYPES, default="float64", metavar="TYPE", help="default: float64"
+        "--op", choices=("sum", "mean"), default="sum", help="of all_reduce (default: sum)"
+    )
+    bench.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float64",
+        metavar="TYPE",
+        help=f"{', '.join(DTYPES)} (default: float64)",
     )
     bench.add_argument(
         "--seconds",

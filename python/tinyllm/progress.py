@@ -6,6 +6,7 @@ So there is nothing to undo: no hidden cursor, no colour, no thread; it writes o
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -39,6 +40,7 @@ class Bar:
             self._write("\r")
 
     def _write(self, line: str) -> None:
+        line = line[: shutil.get_terminal_size().columns - 1]  # of two lines, one would stay
         sys.stderr.write("\r" + line.ljust(self._length))
         sys.stderr.flush()
         self._length = len(line)

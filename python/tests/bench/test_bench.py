@@ -351,7 +351,8 @@ def made_up(world=2, mesh="pipe", **changed):
     return Table("all_reduce", "ring", mesh, world, rows)
 
 
-def test_large_figures_stay_in_80_columns(capsys):
+def test_large_figures_stay_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")  # too narrow: the terminal wraps, nothing is lost
     huge = {"size": 1 << 30, "count": 1 << 30, "p50": 123.4, "p99": 1234.5, "turns": 99_999}
     fast = {"algbw": 123e9, "busbw": 123e9, "memcpy": 120e9}
     one = Table("reduce_scatter", None, "pipe", 128, [replace(ROW, wrong=99_999, **huge, **fast)])
@@ -387,6 +388,12 @@ def test_microseconds_in_six_characters(seconds, text):
 
 def test_bandwidths():
     assert [giga(None), giga(0.0), giga(12.345e9)] == ["-", "0.00", "12.35"]
+
+
+def test_a_loaded_machine_is_said_to_be_one(capsys):
+    for load, told in ((0.4, False), (9.5, True), (None, False)):
+        bench.shown(replace(machine.here(), cores=2, load=load), OPTIONS, [])
+        assert ("others are at work" in capsys.readouterr().out) is told
 
 
 def test_cores_are_written_in_runs():

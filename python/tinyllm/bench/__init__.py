@@ -142,6 +142,7 @@ def shown(where: machine.Machine, options: Options, tables: Iterable[Table]) -> 
             raise
         raise BenchError("tinyllm bench needs rich: pip install 'tinyllm-dist[cli]'") from None
     out, done = screen.console(), []
+    out.width = screen.WIDTH  # a narrower terminal may wrap a row, but never lose a figure of it
     report.show_head(out, where, options)
     for one in tables:
         report.show(out, where, one)

@@ -32,6 +32,11 @@ class Machine:
         """The cores that this process may use, by number."""
         return self.cores if self.affinity is None else len(self.affinity)
 
+    @property
+    def quiet(self) -> bool:
+        """Whether at least half of the cores had nothing else to do."""
+        return self.load is None or self.load <= self.cores / 2
+
 
 def here() -> Machine:
     """Ask this machine."""

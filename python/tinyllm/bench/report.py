@@ -67,20 +67,20 @@ def show_outcome(out: Console, tables: Sequence[Table]) -> None:
 
 
 def _facts(where: Machine, options: Options) -> list[tuple[str, str]]:
-    cores = f"{where.cores} core{'s' if where.cores > 1 else ''}"
-    if where.affinity is not None:
-        cores += f", of which this process may use {len(where.affinity)}: {written(where.affinity)}"
-    if where.load is not None:
-        cores += f"; load in the last minute {where.load:.2f}"
+    usable = "" if where.affinity is None else f", to be used here: {written(where.affinity)}"
     software = f"tinyllm {where.tinyllm}, Python {where.python}, NumPy {where.numpy}"
     ranks = ", ".join(f"{world} ({world / where.usable:g} a core)" for world in options.worlds)
-    return [
+    facts = [
         ("processor", where.processor),
-        ("cores", cores),
+        ("cores", f"{where.cores}{usable}"),
         ("system", where.system),
         ("software", software),
         ("ranks", ranks),
     ]
+    if where.load is not None:
+        noise = "" if where.quiet else ": others are at work, times will be too long"
+        facts.append(("load", f"{where.load:.2f} in the minute before{noise}"))
+    return facts
 
 
 def _legend(options: Options) -> str:

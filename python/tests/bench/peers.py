@@ -334,6 +334,7 @@ def main() -> int:
         peer, folder, counts, seconds, *place = sys.argv[2:]
         run_rank(peer, folder, json.loads(counts), float(seconds), *place)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run is ended, too
     options = arguments()
     counts = counts_of(sizes.merged(options.sizes, options.factor), KIND.dtype)
     plan = Plan(counts, options.seconds, options.environments.absolute())

@@ -23,7 +23,8 @@ import numpy as np
 
 from tinyllm.dist.errors import FrameError
 
-OPS = ("send", "recv", "reduce_scatter", "all_gather", "all_reduce", "broadcast", "barrier")
+COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "barrier", "empty")
+OPS = ("send", "recv", *COLLECTIVES)
 REDOPS = ("", "sum", "mean")
 MAX_NDIM = 64
 MAX_BYTES = 1 << 40  # a terabyte in one message is a broken header, not a message
@@ -31,6 +32,7 @@ MAX_BYTES = 1 << 40  # a terabyte in one message is a broken header, not a messa
 _MAGIC, _VERSION = b"tllm", 1
 _FIXED = struct.Struct("<4sBBBBi4xQQ8s8x")
 _NUMBERS = struct.Struct("<QQ")
+_NDIM = 7  # where the number of dimensions stands
 _SHAPE = [struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1)]
 SIZE = _FIXED.size + _SHAPE[MAX_NDIM].size
 
@@ -89,6 +91,11 @@ class Frame(NamedTuple):
 def number(head: bytearray, seq: int, nth: int) -> None:
     """Give a packed header its numbers."""
     _NUMBERS.pack_into(head, 16, seq, nth)
+
+
+def gist(head: bytearray) -> bytearray:
+    """A packed header without the room for dimensions that its array does not have."""
+    return head[: _FIXED.size + 8 * head[_NDIM]]
 
 
 def unpack(head: bytes | bytearray | memoryview) -> Frame:

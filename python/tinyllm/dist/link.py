@@ -12,6 +12,7 @@ system reports a lost peer becomes PeerLost here, and nowhere else.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import time
@@ -112,6 +113,12 @@ class Link:
             if not moved:
                 self._owner.waiting(self.peer, sending=False, done=got)
             got += moved
+
+    def has_hung_up(self) -> bool:
+        """Whether the peer has closed its end, all of it read or not."""
+        poll = select.poll()
+        poll.register(self._socket, 0)  # a hang-up is told without asking for it
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Close the channel: the peer reads what was sent, then the end of the stream."""

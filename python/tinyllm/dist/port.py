@@ -30,6 +30,7 @@ Room = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 PIECE = 1 << 19  # bytes that are added at a time, while they are in the cache and more arrive
 
+_NOTHING = np.empty(0, np.uint8)
 _HEADERS = 256  # packed headers that a port remembers
 
 # Operations whose messages carry an array each, under a header of its own, and what of that header
@@ -82,7 +83,7 @@ class Port:
         self._head_in = self._memory[: frame.SIZE]
         self._pieces: dict[np.dtype[Any], Array] = {}  # the scratch's payload, by dtype
         self._headers: dict[tuple[Any, ...], bytearray] = {}
-        self._head = Frame("barrier", 0).pack()
+        self.head = Frame("barrier", 0).pack()
         self._busy = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -105,9 +106,9 @@ class Port:
         self._whole = op in _FREE
         self._chunked = x is not None and not self._whole
         self._free = _FREE.get(op, ()) if x is None or op == "all_gather" else ()
-        self._head = self._header(op, x, redop, root)
-        frame.number(self._head, self._seq, nth)
-        self._slot.enter(self._head)
+        self.head = self._header(op, x, redop, root)
+        frame.number(self.head, self._seq, nth)
+        self._slot.enter(self.head)
         self._since = 0.0  # when the operation began to wait, if it did
         if self._alarm[0]:
             error = self._desync(f"rank {self.rank} calls {self._frame}")
@@ -128,7 +129,7 @@ class Port:
 
     @property
     def _frame(self) -> Frame:
-        return frame.unpack(self._head)
+        return frame.unpack(self.head)
 
     def _enter(self, op: str) -> None:
         if not self._busy.acquire(blocking=False):
@@ -170,7 +171,7 @@ class Port:
         """
         if self._chunked and not x.size:
             return
-        head = self._head
+        head = self.head
         if self._whole:
             head = self._frame._replace(dtype=x.dtype, shape=x.shape).pack()
             x = x.reshape(-1)
@@ -192,7 +193,7 @@ class Port:
             return into
         if add is None:
             link.recv_into(frame.SIZE + into.nbytes, self._head_in, into)
-            if not self._scratch.startswith(self._head):
+            if not self._scratch.startswith(self.head):
                 raise self._refusal(src)
         else:
             self._receive_sum(src, link, into, add)
@@ -209,7 +210,7 @@ class Port:
         stop = n if n < size else size
         end = frame.SIZE + stop * into.itemsize  # the header comes along with the first piece
         link.recv_into(end, self._memory[:end])
-        if not self._scratch.startswith(self._head):
+        if not self._scratch.startswith(self.head):
             raise self._refusal(src)
         if stop == n:  # often that is all
             np.add(pieces[:n], add, out=into)
@@ -230,6 +231,27 @@ class Port:
             link.recv_into(x.nbytes, x.reshape(-1))
         return x
 
+    # -- calls, for who shares memory: there a message has nothing to carry --------------------
+
+    def call(self, peer: int) -> None:
+        """Send the operation's header, and nothing else."""
+        self._links[peer].send(self.head, _NOTHING)
+
+    def answer(self, peer: int) -> None:
+        """Wait for the header that ``call`` sends."""
+        self._links[peer].recv_into(frame.SIZE, self._head_in)
+        if not self._scratch.startswith(self.head):
+            self._agreed(peer)
+
+    def agree(self, peer: int, head: bytes) -> None:
+        """DesyncError unless ``head``, which ``peer`` shows, belongs to the call we are in."""
+        self._head_in[:] = head
+        self._agreed(peer)
+
+    def has_hung_up(self, peer: int) -> bool:
+        """Whether ``peer`` has closed its end."""
+        return bool(self._links[peer].has_hung_up())
+
     # -- agreement -----------------------------------------------------------------------------
 
     def _agreed(self, src: int) -> Frame:
@@ -237,6 +259,8 @@ class Port:
         mine, theirs = self._frame, frame.unpack(self._scratch)
         if mine.op == "recv":
             mine = mine._replace(op="send", root=self.rank)
+        if mine.op == "broadcast" and theirs.dtype is None:  # it takes whatever array comes
+            mine = mine._replace(dtype=None, shape=())
         if mine._replace(**{field: getattr(theirs, field) for field in self._free}) != theirs:
             raise self._refusal(src)
         return theirs
@@ -267,7 +291,7 @@ class Port:
         """A link moved nothing for a while: say so on the board, and look whether all is well."""
         self._slot.mark(boards.SENDING if sending else boards.RECEIVING, peer)
         partly = not sending and not self._whole and done >= frame.SIZE
-        if partly and not self._scratch.startswith(self._head):
+        if partly and not self._scratch.startswith(self.head):
             raise self._refusal(peer)  # it may be shorter than ours, and the rest will not come
         entries = self._board.read()
         if self._alarm[0] or diagnosis.dispute(entries):

@@ -114,6 +114,29 @@ class Link:
                 self._owner.waiting(self.peer, sending=False, done=got)
             got += moved
 
+    def send_descriptor(self, head: Buffer, fd: int) -> None:
+        """Send ``head``, and with it a descriptor of the open file ``fd``."""
+        while True:
+            try:
+                socket.send_fds(self._socket, [head], [fd])
+                return
+            except OSError as error:
+                self._check(error, "while sending to it")
+            self._owner.waiting(self.peer, sending=True, done=0)
+
+    def recv_descriptor(self, size: int) -> tuple[bytes, int]:
+        """The ``size`` bytes that ``send_descriptor`` sent, and the descriptor; -1 without one."""
+        while True:
+            try:
+                head, fds, *_ = socket.recv_fds(self._socket, size, 1)
+                break
+            except OSError as error:
+                self._check(error, "between messages")
+            self._owner.waiting(self.peer, sending=False, done=0)
+        if not head:
+            raise self._owner.lost(self.peer, "it closed the connection between messages")
+        return head, fds[0] if fds else -1
+
     def has_hung_up(self) -> bool:
         """Whether the peer has closed its end, all of it read or not."""
         poll = select.poll()

@@ -8,6 +8,7 @@ message can be trusted.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -245,8 +246,20 @@ class Port:
 
     def agree(self, peer: int, head: bytes) -> None:
         """DesyncError unless ``head``, which ``peer`` shows, belongs to the call we are in."""
-        self._head_in[:] = head
+        self._head_in[:] = head.ljust(frame.SIZE, b"\0")
         self._agreed(peer)
+
+    def hand_out(self, fd: int) -> int:
+        """Rank 0's descriptor ``fd`` on all ranks, each with one of its own."""
+        if self.rank == 0:
+            for link in filter(None, self._links):
+                link.send_descriptor(self.head, fd)
+            return fd
+        head, fd = self._links[0].recv_descriptor(frame.SIZE)
+        self.agree(0, head)
+        if fd < 0:
+            raise OSError(errno.EMFILE, "no descriptor is left for an array; see ulimit -n")
+        return fd
 
     def has_hung_up(self, peer: int) -> bool:
         """Whether ``peer`` has closed its end."""

@@ -2,7 +2,7 @@
 
     | cards of rank 0 | cards of rank 1 | ... | trays of rank 0 | trays of rank 1 | ...
 
-    cards = | even card | odd card |     card = | turn | header of the operation |
+    cards = | even card | odd card |     card = | turn | header of the operation | word |
     trays = | even tray | odd tray |     tray = TRAY bytes for the others to read
 
 All ranks meet again and again; these are the *turns*.  Before turn t a rank lays what it has for
@@ -46,6 +46,7 @@ TRAY = 1 << 20  # bytes; what is larger goes in pieces, which stay in the cache 
 
 _ORDERED = platform.machine() in ("x86_64", "AMD64")
 _CARD = 640  # bytes: whole cache lines, so that ranks do not disturb each other
+_WORD = _CARD - 8  # where a number stands that goes along with the header
 _SPINS = 60  # looks at a card before giving way: a peer that runs needs a microsecond or two
 _YIELDS = 60  # looks that give way to others in between, before sleeping
 _LONGEST = 0.005  # seconds of one sleep; shorter ones are an eighth of what has been waited so far
@@ -113,24 +114,24 @@ class Table:
         self.turn = 0  # the turn that this rank prepares
         self._port = port
         self._map = segment.open()
-        self._turns = memoryview(self._map)[: 2 * self.world * _CARD].cast("q")
+        self._numbers = memoryview(self._map)[: 2 * self.world * _CARD].cast("q")
         self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
-    def trays(self, dtype: np.dtype[Any], turn: int) -> list[Array]:
-        """What each rank has laid out for ``turn``, by rank, as flat arrays."""
+    def trays(self, dtype: np.dtype[Any]) -> list[Array]:
+        """What the ranks lay out for this turn, as flat arrays, by rank."""
         views = self._views.get(dtype)
         if views is None:
             views = self._views[dtype] = [
                 [self._tray(rank, parity, dtype) for rank in range(self.world)] for parity in (0, 1)
             ]
-        return views[turn & 1]
+        return views[self.turn & 1]
 
     def _tray(self, rank: int, parity: int, dtype: np.dtype[Any]) -> Array:
         start = 2 * self.world * _CARD + (2 * rank + parity) * TRAY
         return np.frombuffer(self._map, dtype, TRAY // dtype.itemsize, start)
 
-    def meet(self) -> None:
+    def meet(self, word: int = 0) -> None:
         """Take the turn: return when all ranks have, and all are in the same operation."""
         turn, port, memory = self.turn, self._port, self._map
         self.turn = turn + 1
@@ -138,19 +139,29 @@ class Table:
         size = len(head)
         card = (2 * self.rank + (turn & 1)) * _CARD
         memory[card + 8 : card + 8 + size] = head
-        self._turns[card >> 3] = turn + 1  # a card that nobody has written on says 0
+        if word:
+            self._numbers[(card + _WORD) >> 3] = word
+        self._numbers[card >> 3] = turn + 1  # a card that nobody has written on says 0
         if not _ORDERED:
-            self._ring_round()
+            self._call_round()
         for peer in self._peers:
             card = (2 * peer + (turn & 1)) * _CARD
-            if self._turns[card >> 3] <= turn:
+            if self._numbers[card >> 3] <= turn:
                 self._await(peer, card >> 3, turn)
             if memory[card + 8 : card + 8 + size] != head:
                 port.agree(peer, self._head(card))
 
-    def frame_of(self, peer: int, turn: int) -> Frame:
-        """The operation that ``peer`` brought to ``turn``, the one before this."""
-        return frame.unpack(self._head((2 * peer + (turn & 1)) * _CARD))
+    def frame_of(self, rank: int) -> Frame:
+        """The operation with which ``rank`` came to the last turn."""
+        return frame.unpack(self._head(self._card(rank, self.turn - 1)))
+
+    def words(self) -> list[int]:
+        """The words with which the ranks came to the last turn."""
+        cards = [self._card(rank, self.turn - 1) for rank in range(self.world)]
+        return [self._numbers[(card + _WORD) >> 3] for card in cards]
+
+    def _card(self, rank: int, turn: int) -> int:
+        return (2 * rank + (turn & 1)) * _CARD
 
     def _head(self, card: int) -> bytes:
         return self._map[card + 8 : card + 8 + frame.SIZE]
@@ -159,18 +170,18 @@ class Table:
 
     def _await(self, peer: int, index: int, turn: int) -> None:
         """Wait for ``peer`` to take the turn: look, give way and look, sleep and look around."""
-        turns = self._turns
+        numbers = self._numbers
         for _ in range(_SPINS):
-            if turns[index] > turn:
+            if numbers[index] > turn:
                 return
         for _ in range(_YIELDS):
             _give_way()
-            if turns[index] > turn:
+            if numbers[index] > turn:
                 return
         began = glanced = time.monotonic()
-        while turns[index] <= turn:
+        while numbers[index] <= turn:
             gone = self._port.has_hung_up(peer)
-            if turns[index] > turn:  # it did so after that
+            if numbers[index] > turn:  # it did so after that
                 return
             if gone:
                 raise self._port.lost(peer, "it closed the connection")
@@ -180,7 +191,7 @@ class Table:
                 self._port.waiting(peer, sending=False, done=0)
             time.sleep(min((now - began) / 8, _LONGEST))
 
-    def _ring_round(self) -> None:
+    def _call_round(self) -> None:
         """Let every other rank know by a message, and wait for theirs."""
         for peer in self._peers:
             self._port.call(peer)

@@ -18,6 +18,7 @@ chunk and then that; push (p - 1) times its own chunk.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from tinyllm.dist import arrays, preflight
+from tinyllm.dist import arrays, frame, preflight
 from tinyllm.dist.arrays import Array
 from tinyllm.dist.comm import Comm, pipe_mesh
 from tinyllm.dist.port import Ends, Port
-from tinyllm.dist.segment import Segment, Table, mapped, reserved_file
+from tinyllm.dist.segment import TRAY, Segment, Table, mapped, reserved_file
 
 SMALL = 16 << 10  # bytes up to which every rank adds up everything
 BLOCK = 256 << 10  # bytes that push adds at a time: they stay in the cache for the stores
@@ -48,88 +49,174 @@ class ShmComm(Comm):
         self._table = Table(segment, port)
         self._others = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._plans: dict[tuple[Any, ...], _Plan] = {}
-        self._shared: dict[int, _Shared] = {}  # symmetric arrays, by id, as long as they live
+        self._symmetric: dict[int, tuple[_Symmetric, Any]] = {}  # by the array's id
         self._made = 0  # how many there ever were: the same on all ranks
 
-    # -- small arrays ----------------------------------------------------------------------------
+    # -- all-reduce ------------------------------------------------------------------------------
 
     def all_reduce(self, x: ArrayLike, op: str = "sum", *, out: Array | None = None) -> Array:
-        """Return the sum or mean of all ranks' ``x``; see Comm.all_reduce.
+        """Return the sum or mean of all ranks' ``x``, in x's shape and dtype; see Comm.all_reduce.
 
-        The least traffic takes an array of ``comm.empty`` that is both ``x`` and ``out``.
+        The least traffic has ``out`` of ``comm.empty`` that is ``x`` itself.
         """
         x = arrays.reducible(x, "all_reduce", op)
         if x.nbytes <= SMALL:
             return self._one_shot(x, op, out)
-        if not self._made:
-            return super().all_reduce(x, op, out=out)
-        return super().all_reduce(x, op, out=out)
+        result = arrays.result("all_reduce", x.shape, x.dtype, out)
+        x = arrays.apart(x, result)
+        with self._port.operation("all_reduce", x, redop=op):
+            count = self.world if op == "mean" else 1
+            if count > 1 and x.dtype == np.float16:  # whose sum may well be infinite
+                x, count = np.divide(x, count, out=result), 1
+            rows = self._everyones(result, x) if self._made else None
+            if rows:
+                self._push(rows, count)
+            else:
+                self._two_shot(x, result, count)
+        return arrays.delivered(result, out)
 
     def _one_shot(self, x: Array, op: str, out: Array | None) -> Array:
         result = arrays.result("all_reduce", x.shape, x.dtype, out)
         plan = self._plan(x, op)
         with self._port.operation("all_reduce", x, redop=op):
-            plan.lay(x, self._table.turn)
+            plan.lay(x)
             self.bytes_sent += x.nbytes
             self._table.meet()
-            plan.add_up(self._table.turn - 1, result)
+            result[...] = plan.total()
         return arrays.delivered(result, out)
 
     def _plan(self, x: Array, op: str) -> _Plan:
-        key = (x.shape, x.dtype, op)
+        key = (self._table.turn & 1, x.shape, x.dtype, op)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) == _PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = _Plan(self._table, x, op, self._chunks)
+            rows = [tray[: x.size] for tray in self._table.trays(x.dtype)]
+            total = np.empty_like(x)
+            chunks = list(zip(*map(self._chunks, rows), self._chunks(total), strict=True))
+            plan = self._plans[key] = _Plan(rows[self.rank].reshape(x.shape), chunks, total, op)
         return plan
+
+    def _two_shot(self, x: Array, result: Array, count: int) -> None:
+        mine, total = self._chunks(x), self._chunks(result)
+        step = self._step(x.dtype)
+        for start in range(0, mine[0].size, step):  # the first chunk is the longest
+            piece = slice(start, start + step)
+            self._reduce([chunk[piece] for chunk in mine], total[self.rank][piece])
+            if count > 1:
+                total[self.rank][piece] /= count
+            self._gather([chunk[piece] for chunk in total])
+
+    def _push(self, rows: list[Array], count: int) -> None:
+        """Add up one's own chunk where the others' arrays are, and store it there."""
+        chunks = [self._chunks(rows[peer])[self.rank] for peer in (*self._others, self.rank)]
+        step = BLOCK // rows[0].itemsize
+        scratch = np.empty(step, rows[0].dtype)
+        for start in range(0, chunks[0].size, step):
+            *others, own = [chunk[start : start + step] for chunk in chunks]
+            _add_up([*others, own], scratch[: own.size], own)
+            if count > 1:
+                own /= count
+            for other in others:
+                other[:] = own
+        self.bytes_sent += len(self._others) * chunks[0].nbytes
+        self._table.meet()
+
+    # -- symmetric arrays ------------------------------------------------------------------------
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = float) -> Array:
+        """Return a symmetric array: it lies in memory that all ranks share, as do the others'.
+
+        A collective: all ranks call it, with the same shape and dtype.  OSError where there is not
+        that much memory for each rank.
+        """
+        like = arrays.numeric(np.empty(shape, dtype), "empty")
+        stride = -max(1, like.nbytes) // _PAGE * -_PAGE
+        size = self.world * stride
+        with self._port.operation("empty", like):
+            fd = reserved_file("symmetric array", size) if self.rank == 0 else -1
+            try:
+                self._table.meet()
+                fd = self._port.hand_out(fd)
+                memory = mapped(fd, size)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        self._made += 1
+        starts = range(0, size, stride)
+        rows = [np.frombuffer(memory, np.uint8, stride, start) for start in starts]
+        array = np.ndarray(like.shape, like.dtype, memory, starts[self.rank])
+        self._remember(array, _Symmetric(self._made, _address(array), rows))
+        return array
+
+    def _remember(self, array: Array, symmetric: _Symmetric) -> None:
+        """Know the array, and views of it, as long as there are any."""
+        known, key = self._symmetric, id(array)
+        known[key] = symmetric, weakref.ref(array, lambda _: known.pop(key))
+
+    def _everyones(self, result: Array, x: Array) -> list[Array] | None:
+        """All ranks' ``result``, flat, if all have the same part of a symmetric array there.
+
+        Ranks may differ in that, so they tell each other; ``x`` is in ``result`` by then.
+        """
+        root = result.base if type(result.base) is np.ndarray else result
+        symmetric, _ = self._symmetric.get(id(root), (None, None))
+        place = 0
+        if symmetric:
+            offset = _address(result) - symmetric.address
+            place = symmetric.number * frame.MAX_BYTES + offset
+            if x is not result:
+                np.copyto(result, x)
+        self._table.meet(place)
+        if not symmetric or self._table.words() != [place] * self.world:
+            return None
+        there = slice(offset, offset + result.nbytes)
+        return [row[there].view(result.dtype) for row in symmetric.rows]
 
     # -- the ring's halves -----------------------------------------------------------------------
 
+    def _step(self, dtype: np.dtype[Any]) -> int:
+        """Entries of each chunk that go in one piece: all chunks' pieces fit on a tray."""
+        return TRAY // dtype.itemsize // self.world
+
     def _reduce_ring(self, mine: list[Array], total: list[Array]) -> None:
-        own, dtype = self.rank, mine[0].dtype
-        longest = max(1, mine[0].size)
-        scratch, step = None, 0
-        start = 0
-        while start < longest:
-            trays = self._table.trays(dtype, self._table.turn)
-            step = trays[own].size // self.world
-            for chunk in self._others:
-                part = mine[chunk][start : start + step]
-                trays[own][chunk * step : chunk * step + part.size] = part
-                self.bytes_sent += part.nbytes
-            self._table.meet()
-            part = mine[own][start : start + step]
-            here = slice(own * step, own * step + part.size)
-            terms = [trays[peer][here] for peer in self._others]
-            scratch = trays[own][here]  # nobody reads it: the chunk is this rank's own
-            _add_up([*terms, part], scratch, total[own][start : start + step])
-            start += step
+        step = self._step(mine[0].dtype)
+        for start in range(0, max(1, mine[0].size), step):
+            piece = slice(start, start + step)
+            self._reduce([chunk[piece] for chunk in mine], total[self.rank][piece])
+
+    def _reduce(self, mine: list[Array], total: Array) -> None:
+        """Make ``total`` the sum of all ranks' ``mine[rank]``; all chunks fit on one tray."""
+        trays = self._table.trays(total.dtype)
+        step = self._step(total.dtype)
+        for chunk in self._others:
+            trays[self.rank][chunk * step : chunk * step + mine[chunk].size] = mine[chunk]
+            self.bytes_sent += mine[chunk].nbytes
+        self._table.meet()
+        here = slice(self.rank * step, self.rank * step + total.size)
+        scratch = trays[self.rank][here]  # of the chunk that is this rank's own
+        _add_up([*(trays[peer][here] for peer in self._others), mine[self.rank]], scratch, total)
+
+    def _gather(self, chunks: list[Array]) -> None:
+        """Fill ``chunks`` with those of the other ranks, each at most a tray full."""
+        mine = chunks[self.rank]
+        trays = self._table.trays(mine.dtype)
+        trays[self.rank][: mine.size] = mine
+        self.bytes_sent += mine.nbytes
+        self._table.meet()
+        for peer in self._others:
+            chunks[peer][:] = trays[peer][: chunks[peer].size]
 
     def _gather_ring(self, chunks: list[Any]) -> None:
-        mine = chunks[self.rank]
-        start, longest = 0, 1
-        while start < longest:
-            turn = self._table.turn
-            trays = self._table.trays(mine.dtype, turn)
-            step = trays[self.rank].size
-            part = mine[start : start + step]
-            trays[self.rank][: part.size] = part
-            self.bytes_sent += part.nbytes
-            self._table.meet()
-            for peer in self._others:
-                if chunks[peer] is None:
-                    size = prod(self._table.frame_of(peer, turn).shape)
-                    chunks[peer] = np.empty(size, mine.dtype)
-                part = chunks[peer][start : start + step]
-                part[:] = trays[peer][: part.size]
-            longest = max(chunk.size for chunk in chunks)
-            start += step
+        self._table.meet()  # to see how much the others bring
+        dtype = chunks[self.rank].dtype
+        for peer in self._others:
+            chunks[peer] = np.empty(prod(self._table.frame_of(peer).shape), dtype)
+        step = TRAY // dtype.itemsize
+        for start in range(0, max(chunk.size for chunk in chunks), step):
+            self._gather([chunk[start : start + step] for chunk in chunks])
 
-    def barrier(self) -> None:
-        """Return when all ranks have called it."""
-        with self._port.operation("barrier"):
-            self._table.meet()
+    # -- broadcast and barrier -------------------------------------------------------------------
 
     def broadcast(self, x: ArrayLike | None, src: int, *, out: Array | None = None) -> Array:
         """Return rank ``src``'s ``x``; see Comm.broadcast.  ``src`` writes x.nbytes bytes."""
@@ -138,72 +225,67 @@ class ShmComm(Comm):
         if x is not None or self.rank == src:
             known = arrays.numeric(known, "broadcast")
         with self._port.operation("broadcast", known, root=src):
-            result = self._spread(known, src, partial(arrays.result, "broadcast", out=out))
+            self._table.meet()  # to see what src brings
+            theirs = self._table.frame_of(src)
+            assert theirs.dtype is not None
+            result = arrays.result("broadcast", theirs.shape, theirs.dtype, out)
+            if self.rank == src:
+                np.copyto(result, known)
+            self._spread(result.reshape(-1), src)
         return arrays.delivered(result, out)
 
-    def _spread(self, x: Any, src: int, room: Any) -> Array:
-        result: Any = None
-        if self.rank == src:
-            result = room(x.shape, x.dtype)
-            np.copyto(result, x)
-        start, size = 0, 1
-        while start < size:
-            turn = self._table.turn
+    def _spread(self, flat: Array, src: int) -> None:
+        """Copy ``flat`` from rank ``src`` to all others."""
+        step = TRAY // flat.itemsize
+        for start in range(0, flat.size, step):
+            piece = flat[start : start + step]
+            tray = self._table.trays(flat.dtype)[src][: piece.size]
             if self.rank == src:
-                flat = result.reshape(-1)
-                tray = self._table.trays(result.dtype, turn)[src]
-                part = flat[start : start + tray.size]
-                tray[: part.size] = part
-                self.bytes_sent += part.nbytes
+                tray[:] = piece
+                self.bytes_sent += piece.nbytes
             self._table.meet()
-            if result is None:
-                theirs = self._table.frame_of(src, turn)
-                result = room(theirs.shape, theirs.dtype)
-            tray = self._table.trays(result.dtype, turn)[src]
             if self.rank != src:
-                part = result.reshape(-1)[start : start + tray.size]
-                part[:] = tray[: part.size]
-            start, size = start + tray.size, result.size
-        return result
+                piece[:] = tray
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        with self._port.operation("barrier"):
+            self._table.meet()
 
 
 class _Plan:
-    """A small all_reduce with everything at hand."""
+    """All that a small all_reduce needs to know, worked out once."""
 
-    def __init__(self, table: Table, x: Array, op: str, chunks: Any) -> None:
-        world = table.world
-        self._total = np.empty_like(x)
-        totals = chunks(self._total)
-        rows = [[tray[: x.size] for tray in table.trays(x.dtype, parity)] for parity in (0, 1)]
-        self._mine = [row[table.rank].reshape(x.shape) for row in rows]
-        parts = [[chunks(row) for row in by_rank] for by_rank in rows]
-        self._sums = [
-            [
-                (*(by_rank[(j + 1 + s) % world][j] for s in range(world)), totals[j])
-                for j in range(world)
-                if totals[j].size
-            ]
-            for by_rank in parts
-        ]
-        self._world = world
-        self._mean = op == "mean"
-        self._halves = self._mean and x.dtype == np.float16
+    def __init__(self, mine: Array, chunks: list[tuple[Array, ...]], total: Array, op: str) -> None:
+        """``chunks[j]`` has all ranks' chunk j, by rank, and that of ``total``."""
+        world = len(chunks)
+        self._mine, self._total = mine, total
+        self._sums = []
+        for j, (*parts, sum_) in enumerate(chunks):
+            if sum_.size:
+                ring = [parts[(j + 1 + step) % world] for step in range(world)]
+                self._sums.append((*ring, sum_))
+        count = world if op == "mean" else 1
+        early = total.dtype == np.float16  # whose sum may well be infinite
+        self._divide_first, self._divide_last = (count, 1) if early else (1, count)
 
-    def lay(self, x: Array, turn: int) -> None:
-        if self._halves:
-            np.divide(x, self._world, out=self._mine[turn & 1])
+    def lay(self, x: Array) -> None:
+        """Lay ``x`` out for the others."""
+        if self._divide_first > 1:
+            np.divide(x, self._divide_first, out=self._mine)
         else:
-            self._mine[turn & 1][...] = x
+            self._mine[...] = x
 
-    def add_up(self, turn: int, result: Array) -> None:
+    def total(self) -> Array:
+        """The result, until the plan is used again."""
         add = np.add
-        for first, second, *rest, total in self._sums[turn & 1]:
+        for first, second, *rest, total in self._sums:
             add(first, second, total)
             for part in rest:
                 add(total, part, total)
-        if self._mean and not self._halves:
-            np.divide(self._total, self._world, out=self._total)
-        result[...] = self._total
+        if self._divide_last > 1:
+            self._total /= self._divide_last
+        return self._total
 
 
 def _add_up(terms: Sequence[Array], scratch: Array, total: Array) -> None:
@@ -214,11 +296,16 @@ def _add_up(terms: Sequence[Array], scratch: Array, total: Array) -> None:
     np.add(first, last, out=total)
 
 
-class _Shared(NamedTuple):
-    number: int
-    address: int
-    rows: list[Array]
-    array: weakref.ref[Array]
+class _Symmetric(NamedTuple):
+    """Where all ranks' parts of a symmetric array lie."""
+
+    number: int  # the same on all ranks
+    address: int  # of this rank's
+    rows: list[Array]  # all ranks', as bytes
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 @dataclass

@@ -32,7 +32,6 @@ MAX_BYTES = 1 << 40  # a terabyte in one message is a broken header, not a messa
 _MAGIC, _VERSION = b"tllm", 1
 _FIXED = struct.Struct("<4sBBBBi4xQQ8s8x")
 _NUMBERS = struct.Struct("<QQ")
-_NDIM = 7  # where the number of dimensions stands
 _SHAPE = [struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1)]
 SIZE = _FIXED.size + _SHAPE[MAX_NDIM].size
 
@@ -60,6 +59,11 @@ class Frame(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the array that the header describes."""
         return self.dtype.itemsize * math.prod(self.shape) if self.dtype else 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the packed header that say something: the rest is for more dimensions."""
+        return _FIXED.size + _SHAPE[len(self.shape)].size
 
     def pack(self) -> bytearray:
         """The header's ``SIZE`` bytes."""
@@ -91,11 +95,6 @@ class Frame(NamedTuple):
 def number(head: bytearray, seq: int, nth: int) -> None:
     """Give a packed header its numbers."""
     _NUMBERS.pack_into(head, 16, seq, nth)
-
-
-def gist(head: bytearray) -> bytearray:
-    """A packed header without the room for dimensions that its array does not have."""
-    return head[: _FIXED.size + 8 * head[_NDIM]]
 
 
 def unpack(head: bytes | bytearray | memoryview) -> Frame:

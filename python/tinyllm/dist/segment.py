@@ -131,15 +131,15 @@ class Table:
         start = 2 * self.world * _CARD + (2 * rank + parity) * TRAY
         return np.frombuffer(self._map, dtype, TRAY // dtype.itemsize, start)
 
-    def meet(self, word: int = 0) -> None:
+    def meet(self, word: int | None = None) -> None:
         """Take the turn: return when all ranks have, and all are in the same operation."""
         turn, port, memory = self.turn, self._port, self._map
         self.turn = turn + 1
-        head = frame.gist(port.head)
-        size = len(head)
+        size = port.call.size
+        head = port.head[:size]
         card = (2 * self.rank + (turn & 1)) * _CARD
         memory[card + 8 : card + 8 + size] = head
-        if word:
+        if word is not None:
             self._numbers[(card + _WORD) >> 3] = word
         self._numbers[card >> 3] = turn + 1  # a card that nobody has written on says 0
         if not _ORDERED:
@@ -194,6 +194,6 @@ class Table:
     def _call_round(self) -> None:
         """Let every other rank know by a message, and wait for theirs."""
         for peer in self._peers:
-            self._port.call(peer)
+            self._port.nod(peer)
         for peer in reversed(self._peers):
-            self._port.answer(peer)
+            self._port.await_nod(peer)

@@ -30,7 +30,7 @@ soak: .venv/dev  ## N=1000 random faults from SEED=7, and as many operations wit
 	$(BIN)/python python/tests/soak/campaign.py --clean $$(( 10 * $(N) )) --seed $(SEED)
 
 clean:  ## remove the environment and all caches
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist .ol .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment; each stamp is an extra of pyproject.toml that has been installed into it.

@@ -14,8 +14,7 @@ from ol.catalogue import UnknownModuleError
 PASSED, NOT_YET, USAGE, REFUSED, RED_SUITE, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
 try:
-    from ol import commands, lint, report, workspace
-    from ol.desk import RedSuiteError
+    from ol import grading, guide, lint, report, workspace
     from ol.mutants import CourseError
     from ol.runner import RunnerError, WrongFileError
     from ol.workspace import NoRepositoryError, RefusedError
@@ -35,12 +34,6 @@ def main(argv: list[str] | None = None) -> int:
         code = int(options.run(options))
         sys.stdout.flush()
         return code
-    except RedSuiteError as error:
-        if options.json:
-            failures = [{"test": f.test, "message": f.message} for f in error.failures]
-            return _complain(options, str(error), RED_SUITE, failures=failures)
-        report.red_suite(str(error), error.failures)
-        return RED_SUITE
     except (UnknownModuleError, NoRepositoryError) as error:
         return _complain(options, str(error), USAGE)
     except RefusedError as error:
@@ -79,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--force", action="store_true", help="write anew; your files are kept, too")
     add("tests", show_tests, "what the course tests of a module check, and why")
     for name, grade, what in (
-        ("check", commands.check, "run the course tests on your file, and grade your own tests"),
-        ("mutate", commands.mutate, "grade your tests on every mutant of the reference"),
+        ("check", grading.check, "run the course tests on your file, and grade your own tests"),
+        ("mutate", grading.mutate, "grade your tests on every mutant of the reference"),
     ):
         command = add(name, judge, what)
         command.add_argument("--all", action="store_true", help="show every survivor")
@@ -125,7 +118,7 @@ def judge(options: Options) -> int:
     """`ol check` and `ol mutate`."""
     with report.progress_bar(options.json) as progress:
         found = options.grade(_workspace(options), progress)
-    code = PASSED if found.passed else NOT_YET
+    code = RED_SUITE if found.red else PASSED if found.passed else NOT_YET
     if options.json:
         report.print_json(found.command, code, **report.grade_as_json(found))
     else:
@@ -135,7 +128,7 @@ def judge(options: Options) -> int:
 
 def show_diff(options: Options) -> int:
     """`ol diff`."""
-    found = commands.diff(_workspace(options))
+    found = guide.diff(_workspace(options))
     if options.json:
         report.print_json("diff", PASSED, functions=[vars(d) for d in found])
     else:
@@ -145,7 +138,7 @@ def show_diff(options: Options) -> int:
 
 def show_hint(options: Options) -> int:
     """`ol hint`."""
-    found = commands.hint(_workspace(options))
+    found = guide.hint(_workspace(options))
     if options.json:
         report.print_json("hint", PASSED, **vars(found))
     else:
@@ -168,7 +161,7 @@ def show_findings(options: Options) -> int:
 def show_status(options: Options) -> int:
     """`ol` alone: where the learner is, and what comes next."""
     modules = [catalogue.module(name) for name in catalogue.names()]
-    found = [commands.status(module, Path.cwd()) for module in modules]
+    found = [guide.status(module, Path.cwd()) for module in modules]
     if options.json:
         report.print_json("status", PASSED, modules=[vars(status) for status in found])
     else:
@@ -180,9 +173,9 @@ def _workspace(options: Options) -> workspace.Workspace:
     return workspace.find(catalogue.module(options.module), Path.cwd())
 
 
-def _complain(options: Options, message: str, code: int, **more: object) -> int:
+def _complain(options: Options, message: str, code: int) -> int:
     if options.json:
-        report.print_json("error", code, error=message, **more)
+        report.print_json("error", code, error=message)
     else:
         print(f"ol: {message}", file=sys.stderr)
     return code

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ol import catalogue, mutants, wheats
 from ol.catalogue import Module
-from ol.grade import Baseline, Grader, Progress
+from ol.grader import Baseline, Grader, Progress
 from ol.mutants import Mutant, Pitfall, Subject
 from ol.runner import Result, Runner
-from ol.stage import Stage
+from ol.stage import Stage, rooms
 from ol.suite import Suite, digest
 from ol.verdicts import Verdicts
 from ol.workspace import Workspace
@@ -93,17 +93,19 @@ def open_desk(workspace: Workspace, progress: Progress) -> Iterator[Desk]:
     course, own = Suite(module.course_tests.parent), Suite(workspace.own_tests)
     package = module.inside.parts[0]
     third_party = {name for name in course.modules | own.modules if name.split(".")[0] != package}
+    reference = catalogue.reference_package(module)
+    same = rooms(reference, module.import_name)
     engine = _engine(module)
     with (
         tempfile.TemporaryDirectory(prefix="ol-") as name,
-        Runner(sorted({"numpy", "pytest", *third_party})) as runner,
+        Runner([*sorted({"numpy", "pytest", *third_party}), *same]) as runner,
     ):
-        stage = Stage(Path(name), catalogue.reference_package(module), module.inside)
+        stage = Stage(Path(name), reference, module.inside)
 
         def grader(suite: Suite, what: str) -> Grader:
             verdicts = Verdicts(workspace.state_folder() / f"{what}.json", engine)
             names = module.import_name, module.inside
-            return Grader(suite, *names, stage, runner, verdicts, progress)
+            return Grader(suite, *names, stage, runner, verdicts, progress, same)
 
         yield Desk(
             workspace=workspace,
@@ -119,7 +121,7 @@ def _engine(module: Module) -> str:
     """Names all that verdicts depend on besides subject and test."""
     versions = [importlib.metadata.version(name) for name in ("numpy", "pytest")]
     here, package = Path(__file__).parent, catalogue.reference_package(module)
-    ours = [here / "worker.py", here / "inside/sitecustomize.py", here / "grade.py"]
+    ours = [here / "worker.py", here / "inside/sitecustomize.py", here / "grader.py"]
     rooms = [path for path in package.rglob("*.py") if path != catalogue.reference(module)]
     texts = [path.read_text(encoding="utf-8") for path in (*ours, *sorted(rooms))]
     return digest("\0".join([platform.python_version(), *versions, *texts]))

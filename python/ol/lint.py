@@ -11,7 +11,7 @@ from pathlib import Path
 from ol import catalogue, contract, mutants, wheats
 from ol.catalogue import Module
 from ol.desk import Desk, open_desk
-from ol.grade import Baseline, Progress
+from ol.grader import Baseline, Progress
 from ol.mutants import CourseError, Pitfall, Subject
 from ol.workspace import Workspace
 

@@ -16,8 +16,10 @@ from rich.progress import Progress as Bar
 from rich.syntax import Syntax
 
 from ol.catalogue import Module
-from ol.commands import Difference, Grade, Hint, Status
-from ol.grade import Progress, Verdict
+from ol.desk import RedSuiteError
+from ol.grader import Progress, Verdict
+from ol.grading import Grade
+from ol.guide import Difference, Hint, Status
 from ol.lint import Finding
 from ol.mutants import Mutant, Pitfall
 from ol.runner import Result
@@ -70,6 +72,9 @@ def grade(found: Grade, show_all: bool, show: str | None) -> None:
         out.print()
         _paragraph(out, f"Never the first to notice anything: {', '.join(found.idle)}.", "  ")
     out.print()
+    if found.red:
+        _red_suite(out, found.red)
+        return
     if show:
         _one(out, found, show)
         return
@@ -87,9 +92,15 @@ def _lines(found: Grade) -> Iterator[tuple[str, str, bool | None]]:
         total = len(found.course)
         yield "course tests on your file", f"{passed} of {total} pass", passed == total
     told = f"{found.own_tests} pass, also on {len(found.others)} other right solutions"
-    yield "your tests on the reference", told, True
+    yield (
+        "your tests on the reference",
+        "they cannot judge yet" if found.red else told,
+        not found.red,
+    )
     if found.skipped:
         yield "your tests that were skipped", str(len(found.skipped)), None
+    if found.red:
+        return
     killed = sum(v.killed for v in found.pitfalls)
     good = killed == len(found.pitfalls)
     yield "pitfalls that your tests notice", f"{killed} of {len(found.pitfalls)}", good
@@ -141,7 +152,7 @@ def _one(out: Console, found: Grade, wanted: str) -> None:
                 return _survivor(out, verdict, found)
             subject = verdict.subject
             out.print(f"[bold]{subject.id}[/]  noticed by {_short(verdict.test)}")
-            for line in _message(verdict.message, verdict.stacks, 0.0):
+            for line in _message(verdict.message, verdict.stacks, verdict.seconds):
                 out.print(escape(line), soft_wrap=True)
             if found.may_show and isinstance(subject, Mutant):
                 out.print(_diff(subject.diff))
@@ -184,10 +195,9 @@ def grade_as_json(found: Grade) -> dict[str, Any]:
     return {
         "module": found.module.name,
         "passed": found.passed,
-        "course_tests": [
-            {"test": _short(r.test), "outcome": r.outcome, "message": r.message}
-            for r in found.course
-        ],
+        "error": str(found.red) if found.red else None,
+        "failures": [_result(r) for r in found.red.failures] if found.red else [],
+        "course_tests": [_result(r) for r in found.course],
         "own_tests": {"pass": found.own_tests, "skipped": found.skipped, "idle": found.idle},
         "right_solutions": found.others,
         "pitfalls": [verdict(v) for v in found.pitfalls],
@@ -204,17 +214,23 @@ def grade_as_json(found: Grade) -> dict[str, Any]:
     }
 
 
-def red_suite(message: str, failures: Sequence[Result]) -> None:
+def _result(result: Result) -> dict[str, str]:
+    return {
+        "test": _short(result.test),
+        "outcome": result.outcome,
+        "message": result.message,
+    }
+
+
+def _red_suite(out: Console, error: RedSuiteError) -> None:
     """The tests fail where they have to pass: no score, but the first failure."""
-    out = console()
-    _paragraph(out, f"[bold red]{escape(message)}[/]")
-    for failure in failures[:1]:
+    _paragraph(out, f"[bold red]{escape(str(error))}[/]")
+    for failure in error.failures[:1]:
         out.print(f"\n[bold]{_short(failure.test)}[/] {_outcome(failure.outcome)}")
         for line in _message(failure.text or failure.message, failure.stacks, failure.seconds):
             out.print(escape(line), soft_wrap=True)
-    for failure in failures[1:]:
+    for failure in error.failures[1:]:
         out.print(f"{_short(failure.test)} {_outcome(failure.outcome)}")
-    out.print("\nNot run: pitfalls and mutants. There is no score without tests that pass here.")
 
 
 # -- the rest --------------------------------------------------------------------------------------

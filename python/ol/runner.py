@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,7 @@ class Job:
     limit: float = 30.0  # of tests without one of their own
     stop: bool = False  # at the first failure
     trace: bool = False
+    rooms: tuple[str, ...] = ()  # modules beside the judged one that may stay loaded
     method: str = FORKSERVER
 
 
@@ -153,6 +154,7 @@ class Runner:
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._all: list[Worker] = []
         self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(workers)
 
     def __enter__(self) -> Runner:
         return self
@@ -166,37 +168,36 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, and the threads that wait for them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             workers, self._all, self._count = self._all, [], 0
         for worker in workers:
             worker.close()
+        self._threads.shutdown()
 
     def run(self, job: Job) -> Run:
         """Do one job in an idle worker."""
         worker = self._worker()
-        run = worker.run(job)
-        self._idle.put(worker)
-        return run
+        try:
+            return worker.run(job)
+        finally:
+            self._idle.put(worker)
 
     def map(self, work: Callable[[S], R], subjects: Iterable[S]) -> list[R]:
         """``work`` on each subject, as many at a time as there are workers."""
-        with ThreadPoolExecutor(max(1, self._count)) as pool:
-            futures = [pool.submit(work, subject) for subject in subjects]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                self.close()  # whoever waits for a worker sees its end
-                raise
+        futures = [self.submit(work, subject) for subject in subjects]
+        return [future.result() for future in futures]
+
+    def submit(self, work: Callable[..., R], *args: object) -> Future[R]:
+        """``work`` in a thread, as soon as a worker is free."""
+        return self._threads.submit(work, *args)
 
     def _worker(self) -> Worker:
-        with suppress(queue.Empty):
-            return self._idle.get_nowait()
         with self._lock:
-            if len(self._all) >= self._count:
-                raise RunnerError("all workers are busy or gone")
-            worker = Worker(self._preload)
-            self._all.append(worker)
-            return worker
+            if self._idle.empty() and len(self._all) < self._count:
+                self._all.append(Worker(self._preload))
+                return self._all[-1]
+            if not self._count:
+                raise RunnerError("the workers have been ended")
+        return self._idle.get()

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import compileall
 import py_compile
 import queue
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _NO_CACHES = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+
+
+def rooms(package: Path, module: str) -> list[str]:
+    """The package's modules that do not lead to ``module``: they are the same in every library.
+
+    Packages are not among them: a package knows the folder that its modules come from.
+    """
+    folder = package.parent
+    files = {
+        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
+    }
+    leads = {name: set(_imports(path, files)) for name, path in files.items()}
+    tainted = {module}
+    while more := {n for n in files if n not in tainted and leads[n] & tainted}:
+        tainted |= more
+    return sorted(name for name in files.keys() - tainted if files[name].name != "__init__.py")
+
+
+def _imports(path: Path, names: Collection[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in names else str(node.module)
 
 
 class Stage:

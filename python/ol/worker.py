@@ -36,6 +36,11 @@ _contexts: Any = multiprocessing.context
 
 BETWEEN = 15.0  # seconds for collecting the tests, and from one test's end to the next one's start
 ANSWER = 0.5  # seconds that processes have to tell their stack
+_WITHOUT = [  # plugins of pytest that keep files, or collect garbage before every end
+    word
+    for name in ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")
+    for word in ("-p", f"no:{name}")
+]
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
@@ -47,11 +52,11 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     preload = sys.argv[1:]
-    for name in preload:
+    _warm_up_pytest()
+    for name in (*preload, "settle"):
         with suppress(ImportError):
             importlib.import_module(name)
-    _fork_server.set_forkserver_preload(preload)
-    _warm_up_pytest()
+    _fork_server.set_forkserver_preload([*preload, "settle"])
     try:
         for job in _lines(0):
             forkserver.ensure_running()
@@ -207,7 +212,7 @@ def _be_the_run(job: dict[str, Any], write: int) -> NoReturn:
         _share_the_fork_server(job["method"])
         _inside().begin(job)
         options = [
-            *("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-c", os.devnull),
+            *("-q", "-c", os.devnull, *_WITHOUT),
             *("--rootdir", job["tests"], "--tb", "short", job["tests"]),
             *(["-x"] if job["stop"] else []),
         ]

@@ -30,6 +30,10 @@ _get_preparation_data, _prepare = _spawn.get_preparation_data, _spawn.prepare
 def begin(run: dict[str, Any]) -> None:
     """Watch this process and all that it starts; ``run`` names module, judged file and events."""
     _run.update(run)
+    package = run["module"].partition(".")[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        if name not in run["rooms"]:
+            del sys.modules[name]  # a worker has it loaded from the reference
     signal.signal(TELL_STACK, _tell_stack)
     sys.meta_path.insert(0, _Guard())
     if run["trace"]:

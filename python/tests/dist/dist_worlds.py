@@ -10,8 +10,10 @@ import numpy as np
 from tinyllm.dist import PeerLost
 from tinyllm.dist.board import RUNNING, Board
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh
+from tinyllm.dist.tcp import tcp_mesh
 
-MESHES = {"pipe": pipe_mesh}
+MESHES = {"pipe": pipe_mesh, "tcp": tcp_mesh}
+OTHERS = [mesh for mesh in MESHES if mesh != "pipe"]
 WORLDS = (1, 2, 3, 4, 5, 8)
 DTYPES = [*"?bhilBHILefdgFDG"]  # NumPy's letters for its number types
 
@@ -19,9 +21,11 @@ DTYPES = [*"?bhilBHILefdgFDG"]  # NumPy's letters for its number types
 def in_threads(world: int, fn, *args, mesh=pipe_mesh) -> list[Any]:
     """``fn(comm, *args)`` in a thread per rank: real links in one process, for many small cases."""
     board = Board(world)
-    comms = [end.open(board) for end in mesh(world)]
+    comms: list[Comm] = []
 
-    def rank(comm: Comm) -> Any:
+    def rank(end) -> Any:
+        comm = end.open(board)  # which may wait until all others open theirs
+        comms.append(comm)
         board.slot(comm.rank).mark(RUNNING)  # as a rank's process does
         try:
             return fn(comm, *args)
@@ -31,7 +35,7 @@ def in_threads(world: int, fn, *args, mesh=pipe_mesh) -> list[Any]:
 
     try:
         with ThreadPoolExecutor(world) as pool:
-            futures = [pool.submit(rank, comm) for comm in comms]
+            futures = [pool.submit(rank, end) for end in mesh(world)]
         errors = [future.exception() for future in futures if future.exception()]
         if errors:  # a lost peer is a consequence
             raise min(errors, key=lambda error: isinstance(error, PeerLost))

@@ -16,6 +16,7 @@ from pathlib import Path
 import dist_faults as faults
 import numpy as np
 import pytest
+from dist_worlds import MESHES, OTHERS
 
 from tinyllm.dist import CommTimeout, DesyncError, RankDied, RankError
 from tinyllm.dist.comm import spawn
@@ -67,7 +68,7 @@ def test_the_first_failure_is_the_headline() -> None:
     assert str(error).startswith("rank 1 raised ValueError: from rank 1")
 
 
-@pytest.mark.parametrize(
+DEATHS = pytest.mark.parametrize(
     ("fn", "args", "exitcode", "says"),
     [
         (faults.exits, (0,), None, "rank 1 exited before its function returned: SystemExit: 0"),
@@ -83,18 +84,28 @@ def test_the_first_failure_is_the_headline() -> None:
         (faults.groups_its_errors, (), 9, "rank 1 exited with code 9"),
     ],
 )
-def test_a_dying_rank_is_named_with_its_end(fn, args, exitcode, says: str) -> None:
-    error = failure_of(RankDied, fn, *args)
+
+
+def assert_death_is_told(fn, args, exitcode, says: str, **options) -> None:
+    error = failure_of(RankDied, fn, *args, **options)
     assert str(error).startswith("rank 1 ")
     assert says in str(error)
     assert (error.rank, error.exitcode) == (1, exitcode)
 
 
-def test_a_sleeper_does_not_hide_its_dead_parent(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    error = failure_of(RankDied, faults.leaves_a_sleeper, str(pid_file))
+@DEATHS
+def test_a_dying_rank_is_named_with_its_end(fn, args, exitcode, says: str) -> None:
+    assert_death_is_told(fn, args, exitcode, says)
+
+
+def assert_sleeper_hides_nothing(pid_file: Path, **options) -> None:
+    error = failure_of(RankDied, faults.leaves_a_sleeper, str(pid_file), **options)
     assert (error.rank, error.exitcode) == (1, 5)
     assert_gone(int(pid_file.read_text()))
+
+
+def test_a_sleeper_does_not_hide_its_dead_parent(tmp_path: Path) -> None:
+    assert_sleeper_hides_nothing(tmp_path / "pid")
 
 
 def test_a_helper_that_left_the_group_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -195,12 +206,11 @@ def test_a_timeout_lists_the_ranks_that_are_late() -> None:
     assert "rank 1 is in its own code (no operation yet)" in str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["looping", "stopped", "in C"])
-def test_a_timeout_names_the_rank_that_is_stuck(how: str) -> None:
+def assert_stuck_is_told(how: str, limit: float, **options) -> None:
     start = time.monotonic()
     with pytest.raises(CommTimeout) as caught:
-        spawn(faults.is_stuck, 3, how, timeout=2.0)
-    assert time.monotonic() - start < 2.0 + 1
+        spawn(faults.is_stuck, 3, how, timeout=limit, **options)
+    assert time.monotonic() - start < limit + 1
     said = str(caught.value)
     assert caught.value.rank == 1, said
     assert "rank 1 not done, and others wait" in said
@@ -211,11 +221,20 @@ def test_a_timeout_names_the_rank_that_is_stuck(how: str) -> None:
         assert "in is_stuck" in said
 
 
-def test_a_timeout_names_the_rank_that_is_stopped_inside_a_collective() -> None:
+@pytest.mark.parametrize("how", ["looping", "stopped", "in C"])
+def test_a_timeout_names_the_rank_that_is_stuck(how: str) -> None:
+    assert_stuck_is_told(how, 2.0)
+
+
+def assert_stopped_is_told(limit: float, **options) -> None:
     with pytest.raises(CommTimeout) as caught:
-        spawn(faults.is_stopped_in_a_collective, 3, timeout=2.0)
+        spawn(faults.is_stopped_in_a_collective, 3, timeout=limit, **options)
     assert caught.value.rank == 1
     assert "rank 1 shows no sign of life: stopped, or stuck in C" in str(caught.value)
+
+
+def test_a_timeout_names_the_rank_that_is_stopped_inside_a_collective() -> None:
+    assert_stopped_is_told(2.0)
 
 
 def test_a_rank_may_spawn() -> None:
@@ -252,6 +271,57 @@ def test_a_rank_that_outstays_its_result_is_ended() -> None:
 def _fork_server():
     """Start it outside the test that counts descriptors: one stays open for the server."""
     spawn(faults.takes, 1, method="forkserver")
+
+
+# -- over other meshes: what the links and their rendezvous have a part in -------------------------
+
+
+@pytest.fixture(params=OTHERS)
+def other(request, _fork_server) -> dict:
+    """How to spawn over another mesh, soon."""
+    return {"mesh": MESHES[request.param], "method": "forkserver"}
+
+
+def test_over_it_a_raising_rank_is_named(other: dict) -> None:
+    error = failure_of(RankError, faults.raises, **other)
+    assert error.rank == 1
+    assert "rank 1 raised ValueError: boom at 7" in str(error)
+
+
+@DEATHS
+def test_over_it_a_dying_rank_is_named(other: dict, fn, args, exitcode, says: str) -> None:
+    assert_death_is_told(fn, args, exitcode, says, **other)
+
+
+def test_over_it_a_sleeper_does_not_hide_its_dead_parent(other: dict, tmp_path: Path) -> None:
+    assert_sleeper_hides_nothing(tmp_path / "pid", **other)
+
+
+def test_over_it_a_rank_cannot_start(other: dict) -> None:
+    error = failure_of(RankError, faults.takes, faults.OneWay(), **other)
+    assert "while starting ImportError: not here" in str(error)
+
+
+def test_over_it_a_timeout_names_the_rank_that_is_stuck(other: dict) -> None:
+    assert_stuck_is_told("looping", 1.2, **other)
+
+
+def test_over_it_a_timeout_names_the_rank_that_is_stopped_inside(other: dict) -> None:
+    assert_stopped_is_told(1.3, **other)
+
+
+def test_over_it_ranks_in_different_calls_are_told_so(other: dict) -> None:
+    error = failure_of(DesyncError, faults.uses_a_broken_comm, world=2, **other)
+    assert "all_reduce #1 (float64[3], sum)" in str(error)
+
+
+def test_over_it_large_arguments_and_results_travel(other: dict) -> None:
+    x = np.arange(1_000_000.0)
+    for rank, got in enumerate(spawn(faults.echoes, 3, x, **other)):
+        assert np.array_equal(got, x + rank)
+
+
+# -- ways to start, and scripts --------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_fork_server")

@@ -23,7 +23,7 @@ LAYERS = [
     {"tinyllm.cli"},
     {"tinyllm.demo"},
     {"tinyllm.dist"},
-    {"tinyllm.dist.algorithms"},
+    {"tinyllm.dist.algorithms", "tinyllm.dist.tcp"},
     {"tinyllm.dist.comm"},
     {"tinyllm.dist.launch"},
     {"tinyllm.dist.member", "tinyllm.dist.verdict"},

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ol
 from ol import catalogue, report
 from ol.cli import main
 
@@ -73,6 +74,24 @@ def test_ol_imports_no_tinyllm() -> None:
                 assert not any(alias.name.startswith("tinyllm") for alias in node.names)
             if isinstance(node, ast.ImportFrom):
                 assert not str(node.module).startswith("tinyllm")
+
+
+def test_modules_import_only_from_below() -> None:
+    rows = re.findall(r"^    ([a-z]+(?:, [a-z]+)*)  +\S", str(ol.__doc__), re.M)
+    layer = {name: n for n, row in enumerate(rows) for name in row.split(", ")}
+    files = {path.stem: path for path in (ROOT / "python/ol").glob("*.py")}
+    assert layer.keys() == files.keys() - {"__init__"}
+    for name, path in files.items():
+        code = ast.parse(path.read_text())
+        used = {n.module for n in ast.walk(code) if isinstance(n, ast.ImportFrom)}
+        used |= {
+            f"ol.{alias.name}"
+            for node in ast.walk(code)
+            if isinstance(node, ast.ImportFrom) and node.module == "ol"
+            for alias in node.names
+        }
+        for other in (str(m).removeprefix("ol.") for m in used if str(m).startswith("ol.")):
+            assert layer[other] > layer[name], f"{name} imports {other}"
 
 
 def test_only_the_adapter_knows_mutmut() -> None:

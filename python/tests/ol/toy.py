@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ol.grade import Grader
+from ol.grader import Grader
 from ol.mutants import Subject
 from ol.runner import Runner
 from ol.stage import Stage

@@ -3,6 +3,7 @@
     train -> dist (this face) -> {tcp, shm, algorithms} -> comm -> {port, arrays, launch} -> ...
 
     algorithms  all-reduce by a tree, by doubling, by halving, naively
+    tcp         tcp_mesh: the same over TCP on loopback
     comm        the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
       launch      start processes, wait for any, end them
         verdict     what went wrong, in words
@@ -34,6 +35,7 @@ from tinyllm.dist.errors import (
     RankError,
 )
 from tinyllm.dist.launch import cores
+from tinyllm.dist.tcp import tcp_mesh
 
 __all__ = [
     "Comm",
@@ -49,4 +51,5 @@ __all__ = [
     "cores",
     "pipe_mesh",
     "spawn",
+    "tcp_mesh",
 ]

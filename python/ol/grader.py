@@ -35,6 +35,7 @@ class Verdict:
     test: str = ""  # that noticed
     message: str = ""  # what it said
     stacks: tuple[dict[str, Any], ...] = ()  # of all processes, where it hung
+    seconds: float = 0.0  # until it noticed, or was ended
     reached: tuple[str, ...] = ()  # tests that run the changed line
 
     @property
@@ -88,8 +89,13 @@ class Grader:
         runner: Runner,
         verdicts: Verdicts,
         progress: Progress = lambda what, done, total: None,
+        rooms: Sequence[str] = (),
     ) -> None:
-        """``module`` is the import name of what is judged, ``inside`` its file below the path."""
+        """``module`` is the import name of what is judged, ``inside`` its file below the path.
+
+        ``rooms`` are the reference's other modules, which workers have loaded.
+        """
+        self._rooms = tuple(rooms)
         self._suite = suite
         self._module = module
         self._inside = inside
@@ -210,7 +216,9 @@ class Grader:
             self._verdicts.note_killer(subject.digest, test)
         status = "timeout" if record["outcome"] == "timeout" else "killed"
         stacks = tuple(record.get("stacks", ()))
-        return Verdict(subject, status, test, record["message"], stacks, tuple(reached))
+        return Verdict(
+            subject, status, test, record["message"], stacks, record["seconds"], tuple(reached)
+        )
 
     def _promising(self, subject: Subject, tests: list[str], base: Baseline) -> list[str]:
         """What noticed this one last time first, then what notices most for its time."""
@@ -272,6 +280,7 @@ class Grader:
                 limit=UNKNOWN,
                 stop=stop,
                 trace=trace,
+                rooms=() if library or subject.alone else self._rooms,
                 method=method,
             )
             run = self._runner.run(job)

@@ -1,0 +1,160 @@
+"""`ol check` and `ol mutate`: a file by the course tests, and tests by what they notice."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ol import mutants
+from ol.catalogue import Module
+from ol.desk import Desk, RedSuiteError, open_desk
+from ol.grader import Baseline, Progress, Verdict
+from ol.mutants import Mutant
+from ol.runner import Result
+from ol.workspace import Workspace
+
+SAMPLE = 24  # mutants that check tries; `mutate` tries all
+
+
+@dataclass
+class Grade:
+    """What a check or a mutation grade found."""
+
+    module: Module
+    command: str
+    own_tests: int = 0  # of the learner, that pass on the reference
+    skipped: list[str] = field(default_factory=list)
+    course: list[Result] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)  # right solutions that the tests pass on, too
+    pitfalls: list[Verdict] = field(default_factory=list)
+    mutants: list[Verdict] = field(default_factory=list)
+    equivalent: int = 0
+    of: int = 0  # mutants that there are, without the equivalent ones
+    red: RedSuiteError | None = None  # why there is no score
+    not_run: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)  # tests that were never the first to notice
+    method: str = ""
+    seconds: float = 0.0
+    may_show: bool = False  # the learner's own code passes, so that code of ours may be shown
+
+    @property
+    def score(self) -> float:
+        """Noticed mutants by all that could be."""
+        return sum(v.killed for v in self.mutants) / len(self.mutants) if self.mutants else 0.0
+
+    @property
+    def failures(self) -> list[Result]:
+        """The course tests that do not pass."""
+        return [result for result in self.course if result.outcome != "passed"]
+
+    @property
+    def course_passed(self) -> bool:
+        """Whether the learner's file passes all course tests."""
+        return bool(self.course) and not self.failures
+
+    @property
+    def tests_passed(self) -> bool:
+        """Whether the learner's tests are good enough."""
+        noticed = bool(self.pitfalls) and all(verdict.killed for verdict in self.pitfalls)
+        return noticed and self.score >= self.module.threshold
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that the command looks at is good enough."""
+        return self.tests_passed and (self.course_passed or self.command == "mutate")
+
+    @property
+    def survivors(self) -> list[Verdict]:
+        """What the tests did not notice, the pitfalls first."""
+        return [verdict for verdict in (*self.pitfalls, *self.mutants) if not verdict.killed]
+
+    def headline(self) -> dict[str, Any]:
+        """The figures."""
+        return {
+            "passed": self.passed,
+            "pitfalls": [sum(v.killed for v in self.pitfalls), len(self.pitfalls)],
+            "mutants": [sum(v.killed for v in self.mutants), len(self.mutants)],
+        }
+
+
+# -- check and mutate ------------------------------------------------------------------------------
+
+
+def check(workspace: Workspace, progress: Progress) -> Grade:
+    """Course tests on the file; own tests on right solutions, pitfalls and a sample of mutants."""
+    grade = Grade(workspace.module, "check")
+    with open_desk(workspace, progress) as desk:
+        progress("course tests, and yours on the reference", 0, 0)
+        course = desk.runner.submit(desk.course_tests)  # it takes one worker, and the other is free
+        base = _baseline(desk, grade)
+        grade.course = course.result()
+        grade.may_show = grade.course_passed
+        workspace.remember(course_passed=grade.course_passed and workspace.file_digest())
+        if base:
+            _judge_suite(desk, grade, base, SAMPLE)
+    _remember(workspace, grade)
+    return grade
+
+
+def mutate(workspace: Workspace, progress: Progress) -> Grade:
+    """The learner's tests on right solutions, on the pitfalls and on every mutant."""
+    grade = Grade(workspace.module, "mutate", not_run=["course tests (`ol check` runs them)"])
+    known = workspace.state().get("course_passed")
+    grade.may_show = workspace.is_the_clone or (known == workspace.file_digest() and bool(known))
+    with open_desk(workspace, progress) as desk:
+        progress("your tests on the reference", 0, 0)
+        base = _baseline(desk, grade)
+        if base:
+            _judge_suite(desk, grade, base, None)
+    _remember(workspace, grade)
+    return grade
+
+
+def _baseline(desk: Desk, grade: Grade) -> Baseline | None:
+    """The learner's tests on all right solutions; None, and the reason noted, if one fails."""
+    try:
+        base = desk.own_baseline()
+        grade.own_tests, grade.method = len(base.passed), base.method
+        grade.skipped = [t for t, r in base.results.items() if r["outcome"] == "skipped"]
+        grade.others = desk.on_other_solutions(base)
+        return base
+    except RedSuiteError as error:
+        grade.red = error
+        grade.not_run += ["pitfalls", "mutants"]
+        return None
+
+
+def _judge_suite(desk: Desk, grade: Grade, base: Baseline, sample: int | None) -> None:
+    begun = time.monotonic()
+    every = desk.mutants()
+    judged = [mutant for mutant in every if not mutant.equivalent]
+    grade.of, grade.equivalent = len(judged), len(every) - len(judged)
+    if sample is not None:
+        judged = mutants.sample(every, sample)
+    grade.pitfalls = desk.own.judge("pitfalls", desk.pitfalls(), base)
+    grade.mutants = desk.own.judge("mutants", judged, base)
+    first = {_function(verdict.test) for verdict in (*grade.pitfalls, *grade.mutants)}
+    grade.idle = sorted({_function(test) for test in base.passed} - first)
+    desk.own.forget_what_is_gone(base)
+    grade.seconds = time.monotonic() - begun
+
+
+def _function(test: str) -> str:
+    """The function of a test, of all its parameters."""
+    return test.partition("::")[2].partition("[")[0]
+
+
+def _remember(workspace: Workspace, grade: Grade) -> None:
+    """Keep the figures, and what is still open, for `ol`, `ol hint` and `ol diff`."""
+    points = [_function(result.test) for result in grade.failures]
+    points += [verdict.subject.id for verdict in grade.pitfalls if not verdict.killed]
+    points += [
+        f"{subject.function or 'the module'}: {subject.sentence}"
+        for subject in (verdict.subject for verdict in grade.mutants if not verdict.killed)
+        if isinstance(subject, Mutant)
+    ]
+    known: dict[str, Any] = {"open": [] if grade.passed else points}
+    if grade.command == "check":
+        known["passed"] = workspace.fingerprint() if grade.passed else None
+    workspace.remember(**known, **{grade.command: grade.headline()})

@@ -293,7 +293,8 @@ class Port:
             mine = mine._replace(op="send", root=self.rank)
         if mine.op == "broadcast" and theirs.dtype is None:  # it takes whatever array comes
             mine = mine._replace(dtype=None, shape=())
-        if mine._replace(**{field: getattr(theirs, field) for field in self.call.free}) != theirs:
+        free = {field: getattr(theirs, field) for field in self.call.free}
+        if mine._replace(**free) != theirs:
             raise self._refusal(src)
         return theirs
 

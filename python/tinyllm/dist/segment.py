@@ -118,14 +118,14 @@ class Table:
         self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
-    def trays(self, dtype: np.dtype[Any]) -> list[Array]:
-        """What the ranks lay out for this turn, as flat arrays, by rank."""
+    def trays(self, dtype: np.dtype[Any], turn: int) -> list[Array]:
+        """What the ranks lay out for ``turn``, by rank, as flat arrays."""
         views = self._views.get(dtype)
         if views is None:
             views = self._views[dtype] = [
                 [self._tray(rank, parity, dtype) for rank in range(self.world)] for parity in (0, 1)
             ]
-        return views[self.turn & 1]
+        return views[turn & 1]
 
     def _tray(self, rank: int, parity: int, dtype: np.dtype[Any]) -> Array:
         start = 2 * self.world * _CARD + (2 * rank + parity) * TRAY

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from tinyllm.dist import arrays, frame, preflight
 from tinyllm.dist.arrays import Array
-from tinyllm.dist.comm import Comm, pipe_mesh
+from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh
 from tinyllm.dist.port import Call, Ends, Port
 from tinyllm.dist.segment import TRAY, Segment, Table, mapped, reserved_file
 
@@ -60,7 +60,7 @@ class ShmComm(Comm):
         The least traffic has ``out`` of ``comm.empty`` that is ``x`` itself.
         """
         if type(x) is type(out) is np.ndarray and type(op) is str:  # the fast way, if it was seen
-            plan = self._plans.get((self._table.turn & 1, x.shape, x.dtype, op))
+            plan = self._plans.get((x.shape, x.dtype, op))
             if plan is not None and plan.fits(out):
                 self._one_shot(plan, x, out)
                 return out
@@ -83,24 +83,21 @@ class ShmComm(Comm):
 
     def _one_shot(self, plan: _Plan, x: Array, result: Array) -> None:
         with self._port.begin(plan.call):
-            plan.lay(x)
+            turn = self._table.turn
+            plan.lay(x, turn)
             self.bytes_sent += plan.nbytes
             self._table.meet()
-            result[...] = plan.total()
+            result[...] = plan.total(turn)
 
     def _plan(self, x: Array, op: str) -> _Plan:
-        key = (self._table.turn & 1, x.shape, x.dtype, op)
+        key = (x.shape, x.dtype, op)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) == _PLANS:
                 self._plans.clear()
-            rows = [tray[: x.size] for tray in self._table.trays(x.dtype)]
-            total = np.empty_like(x)
-            chunks = list(zip(*map(self._chunks, rows), self._chunks(total), strict=True))
+            trays = [self._table.trays(x.dtype, turn) for turn in (0, 1)]
             call = self._port.known("all_reduce", x, op)
-            plan = self._plans[key] = _Plan(
-                call, rows[self.rank].reshape(x.shape), chunks, total, op == "mean"
-            )
+            plan = self._plans[key] = _Plan(call, x, trays, self.rank, op == "mean")
         return plan
 
     def _two_shot(self, x: Array, result: Array, count: int) -> None:
@@ -193,7 +190,7 @@ class ShmComm(Comm):
 
     def _reduce(self, mine: list[Array], total: Array) -> None:
         """Make ``total`` the sum of all ranks' ``mine[rank]``; all chunks fit on one tray."""
-        trays = self._table.trays(total.dtype)
+        trays = self._table.trays(total.dtype, self._table.turn)
         step = self._step(total.dtype)
         for chunk in self._others:
             trays[self.rank][chunk * step : chunk * step + mine[chunk].size] = mine[chunk]
@@ -206,7 +203,7 @@ class ShmComm(Comm):
     def _gather(self, chunks: list[Array]) -> None:
         """Fill ``chunks`` with those of the other ranks, each at most a tray full."""
         mine = chunks[self.rank]
-        trays = self._table.trays(mine.dtype)
+        trays = self._table.trays(mine.dtype, self._table.turn)
         trays[self.rank][: mine.size] = mine
         self.bytes_sent += mine.nbytes
         self._table.meet()
@@ -245,7 +242,7 @@ class ShmComm(Comm):
         step = TRAY // flat.itemsize
         for start in range(0, flat.size, step):
             piece = flat[start : start + step]
-            tray = self._table.trays(flat.dtype)[src][: piece.size]
+            tray = self._table.trays(flat.dtype, self._table.turn)[src][: piece.size]
             if self.rank == src:
                 tray[:] = piece
                 self.bytes_sent += piece.nbytes
@@ -260,40 +257,49 @@ class ShmComm(Comm):
 
 
 class _Plan:
-    """All that a small all_reduce needs to know, worked out once."""
+    """All that the one-shot of one kind of array takes, worked out when it is first seen."""
 
     def __init__(
-        self, call: Call, mine: Array, chunks: list[tuple[Array, ...]], total: Array, mean: bool
+        self, call: Call, like: Array, trays: list[list[Array]], rank: int, mean: bool
     ) -> None:
-        """``chunks[j]`` has all ranks' chunk j, by rank, and that of ``total``."""
-        world = len(chunks)
-        self.call, self.nbytes = call, mine.nbytes
-        self._mine, self._total = mine, total
-        self._sums = []
-        for j, (*parts, sum_) in enumerate(chunks):
-            if sum_.size:
-                ring = [parts[(j + 1 + step) % world] for step in range(world)]
-                self._sums.append((*ring, sum_))
-        count = world if mean else 1
-        early = total.dtype == np.float16  # whose sum may well be infinite
-        self._divide_first, self._divide_last = (count, 1) if early else (1, count)
+        world = len(trays[0])
+        self.call, self.nbytes = call, like.nbytes
+        self._total = np.empty_like(like)
+        self._mine = [by_rank[rank][: like.size].reshape(like.shape) for by_rank in trays]
+        self._sums = [self._in_ring_order(by_rank) for by_rank in trays]
+        early = like.dtype == np.float16  # whose sum may well be infinite
+        self._divide_first = world if mean and early else 1
+        self._divide_last = world if mean and not early else 1
+
+    def _in_ring_order(self, trays: list[Array]) -> list[list[Array]]:
+        """For each chunk j what is to be added, rank j + 1's first, and where the sum goes."""
+        world, total = len(trays), self._total.reshape(-1)
+        bounds = chunk_bounds(total.size, world)
+        return [
+            [
+                *(trays[(j + 1 + step) % world][start:stop] for step in range(world)),
+                total[start:stop],
+            ]
+            for j, (start, stop) in enumerate(bounds)
+            if start < stop
+        ]
 
     def fits(self, out: Array) -> bool:
         """Whether the result can be written into ``out``."""
         total = self._total
         return out.shape == total.shape and out.dtype is total.dtype and out.flags.writeable
 
-    def lay(self, x: Array) -> None:
+    def lay(self, x: Array, turn: int) -> None:
         """Lay ``x`` out for the others."""
         if self._divide_first > 1:
-            np.divide(x, self._divide_first, out=self._mine)
+            np.divide(x, self._divide_first, out=self._mine[turn & 1])
         else:
-            self._mine[...] = x
+            self._mine[turn & 1][...] = x
 
-    def total(self) -> Array:
+    def total(self, turn: int) -> Array:
         """The result, until the plan is used again."""
         add = np.add
-        for first, second, *rest, total in self._sums:
+        for first, second, *rest, total in self._sums[turn & 1]:
             add(first, second, total)
             for part in rest:
                 add(total, part, total)

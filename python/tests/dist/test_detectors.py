@@ -23,7 +23,7 @@ OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "-c", os.devnull]
 DETECTORS = {
     "the header of a chunk": (
         "port.py",
-        "if not self._scratch.startswith(self._head):",
+        "if not self._scratch.startswith(self.head):",
         "if False:",
         "test_desync.py::test_every_rank_learns_that_one_disagrees[another dtype-pipe]",
     ),
@@ -35,7 +35,7 @@ DETECTORS = {
     ),
     "the header of a message that is too short": (
         "port.py",
-        "if partly and not self._scratch.startswith(self._head):",
+        "if partly and not self._scratch.startswith(self.head):",
         "if False:",
         "test_port.py::test_a_message_that_is_too_short_is_told_by_its_header",
     ),

@@ -77,6 +77,8 @@ def mapped(fd: int, size: int) -> mmap.mmap:
 class Segment:
     """The descriptor of a world's memory; pickles into Process arguments, and only there."""
 
+    _fd = -1
+
     def __init__(self, world: int, fd: int | None = None) -> None:
         self.world = world
         self.size = 2 * world * (_CARD + TRAY)
@@ -100,6 +102,8 @@ class Segment:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+    __del__ = close
 
 
 def _attach(world: int, fd: Any) -> Segment:

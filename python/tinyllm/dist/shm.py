@@ -347,12 +347,11 @@ def shm_mesh(world: int) -> list[Ends]:
         return pipes
     try:
         segment = Segment(world)
+        copies = [segment.copy() for _ in pipes]
     except OSError:
         for end in pipes:
             end.close()
         raise
-    copies = [segment.copy() for _ in pipes]
-    segment.close()
     return [
         ShmEnds(end.rank, end.channels, partial(ShmComm, copy), copy)
         for end, copy in zip(pipes, copies, strict=True)

@@ -169,6 +169,8 @@ def views(comm: Comm) -> None:
     assert bytes_for(a.reshape(-1), b) == pushed(comm, b) and np.array_equal(b, whole.reshape(-1))
     assert np.array_equal(a, base[comm.rank]), "the input changed"
     # What not all ranks have in the same place, or not in one piece, goes the private way.
+    a[:] = 0
+    comm.all_reduce(a, out=a)
     a[:] = base[comm.rank]
     mine = a if comm.rank else a.copy()
     assert bytes_for(mine, mine) == a.nbytes and np.array_equal(mine, whole)
@@ -360,7 +362,7 @@ def test_a_rank_that_is_killed_at_any_moment_is_named(seed: int) -> None:
     with pytest.raises(RankDied) as caught:
         run(is_killed_soon, rng.randint(2, 4), rng.uniform(0.001, 0.05), kind)
     assert (caught.value.rank, caught.value.exitcode) == (1, -9)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 def hangs_up(comm: Comm) -> str:

@@ -14,13 +14,13 @@ turn t + 1, and are done with turn t.
 
 *Data, then number* is all the order that this takes, and x86 keeps it: its stores become visible
 in program order and its loads happen in program order, and Python, which runs one bytecode after
-the other, does not reorder either (the C library ends a copy that goes past the cache by a fence).
+the other, does not reorder either (the C library end a copy that goes past the cache by a fence).
 Other processors promise neither.  There each rank sends every other one an empty message through
 their pipe when it has written its number, and waits for theirs: the kernel's locks keep the order,
 at the price of some system calls.
 
 Memory is reserved when it is made, so that where there is none, an OSError says so: a file that is
-merely made longer ends a rank by SIGBUS when it first touches what is not there.
+merely made longer end a rank by SIGBUS when it first touches what is not there.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class Table:
         self.turn = 0  # the turn that this rank prepares
         self._port = port
         self._map = segment.open()
-        self._numbers = memoryview(self._map)[: 2 * self.world * _CARD].cast("q")
+        end = 2 * self.world * _CARD
+        self._cards = [list(range(start, end, 2 * _CARD)) for start in (0, _CARD)]
+        self._numbers = memoryview(self._map)[:end].cast("q")
         self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
@@ -136,36 +138,36 @@ class Table:
         return np.frombuffer(self._map, dtype, TRAY // dtype.itemsize, start)
 
     def meet(self, word: int | None = None) -> None:
-        """Take the turn: return when all ranks have, and all are in the same operation."""
-        turn, port, memory = self.turn, self._port, self._map
+        """Take the turn: return when all ranks have, and all are in the same operation.
+
+        A ``word`` goes along, for the others to read with ``words``.
+        """
+        turn, memory, numbers = self.turn, self._map, self._numbers
         self.turn = turn + 1
-        size = port.call.size
-        head = port.head[:size]
-        card = (2 * self.rank + (turn & 1)) * _CARD
+        cards = self._cards[turn & 1]
+        size = self._port.call.size
+        head = self._port.head[:size]
+        card = cards[self.rank]
         memory[card + 8 : card + 8 + size] = head
         if word is not None:
-            self._numbers[(card + _WORD) >> 3] = word
-        self._numbers[card >> 3] = turn + 1  # a card that nobody has written on says 0
+            numbers[(card + _WORD) >> 3] = word
+        numbers[card >> 3] = turn + 1  # a card that nobody has written on says 0
         if not _ORDERED:
             self._call_round()
         for peer in self._peers:
-            card = (2 * peer + (turn & 1)) * _CARD
-            if self._numbers[card >> 3] <= turn:
+            card = cards[peer]
+            if numbers[card >> 3] <= turn:
                 self._await(peer, card >> 3, turn)
             if memory[card + 8 : card + 8 + size] != head:
-                port.agree(peer, self._head(card))
+                self._port.agree(peer, self._head(card))
 
     def frame_of(self, rank: int) -> Frame:
         """The operation with which ``rank`` came to the last turn."""
-        return frame.unpack(self._head(self._card(rank, self.turn - 1)))
+        return frame.unpack(self._head(self._cards[(self.turn - 1) & 1][rank]))
 
     def words(self) -> list[int]:
         """The words with which the ranks came to the last turn."""
-        cards = [self._card(rank, self.turn - 1) for rank in range(self.world)]
-        return [self._numbers[(card + _WORD) >> 3] for card in cards]
-
-    def _card(self, rank: int, turn: int) -> int:
-        return (2 * rank + (turn & 1)) * _CARD
+        return [self._numbers[(card + _WORD) >> 3] for card in self._cards[(self.turn - 1) & 1]]
 
     def _head(self, card: int) -> bytes:
         return self._map[card + 8 : card + 8 + frame.SIZE]

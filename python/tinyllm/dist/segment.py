@@ -47,7 +47,7 @@ TRAY = 1 << 20  # bytes; what is larger goes in pieces, which stay in the cache 
 _ORDERED = platform.machine() in ("x86_64", "AMD64")
 _CARD = 640  # bytes: whole cache lines, so that ranks do not disturb each other
 _WORD = _CARD - 8  # where a number stands that goes along with the header
-_SPINS = 60  # looks at a card before giving way: a peer that runs needs a microsecond or two
+_SPINS = 20  # looks at a card before giving way: a peer that runs needs a microsecond or two
 _YIELDS = 60  # looks that give way to others in between, before sleeping
 _LONGEST = 0.005  # seconds of one sleep; shorter ones are an eighth of what has been waited so far
 

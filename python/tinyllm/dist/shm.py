@@ -18,6 +18,7 @@ chunk and then that; push (p - 1) times its own chunk.
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from collections.abc import Sequence
@@ -37,7 +38,6 @@ from tinyllm.dist.segment import TRAY, Segment, Table, mapped, reserved_file
 
 SMALL = 16 << 10  # bytes up to which every rank adds up everything
 BLOCK = 256 << 10  # bytes that push adds at a time: they stay in the cache for the stores
-_PAGE = 4096
 _PLANS = 256  # kinds of small arrays that are remembered
 
 
@@ -57,7 +57,7 @@ class ShmComm(Comm):
     def all_reduce(self, x: ArrayLike, op: str = "sum", *, out: Array | None = None) -> Array:
         """Return the sum or mean of all ranks' ``x``, in x's shape and dtype; see Comm.all_reduce.
 
-        The least traffic has ``out`` of ``comm.empty`` that is ``x`` itself.
+        Least is copied where ``x`` is an array of ``comm.empty``, or part of one, and ``out``, too.
         """
         if type(x) is type(out) is np.ndarray and type(op) is str:  # the fast way, if it was seen
             plan = self._plans.get((x.shape, x.dtype, op))
@@ -134,7 +134,7 @@ class ShmComm(Comm):
         that much memory for each rank.
         """
         like = arrays.numeric(np.empty(shape, dtype), "empty")
-        stride = -max(1, like.nbytes) // _PAGE * -_PAGE
+        stride = -max(1, like.nbytes) // mmap.PAGESIZE * -mmap.PAGESIZE
         size = self.world * stride
         with self._port.operation("empty", like):
             fd = reserved_file("symmetric array", size) if self.rank == 0 else -1

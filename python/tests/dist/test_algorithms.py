@@ -96,7 +96,7 @@ def check_all(comm: Comm) -> bool:
             if name == "ring":
                 assert sent == bytes_of(comm, "all_reduce", n), about
             else:
-                assert sent == bytes_sent(algorithm, comm.world, comm.rank, 8 * n), about
+                assert sent == bytes_sent(name, comm.world, comm.rank, 8 * n), about
             assert np.allclose(got, expected, rtol=1e-12, atol=1e-12), about
             assert np.array_equal(x, parts[comm.rank]), f"{about}: the input changed"
             assert got.flags.writeable and not np.shares_memory(got, x), about

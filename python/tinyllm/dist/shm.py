@@ -271,18 +271,15 @@ class _Plan:
         self._divide_first = world if mean and early else 1
         self._divide_last = world if mean and not early else 1
 
-    def _in_ring_order(self, trays: list[Array]) -> list[list[Array]]:
-        """For each chunk j what is to be added, rank j + 1's first, and where the sum goes."""
+    def _in_ring_order(self, trays: list[Array]) -> list[tuple[Array, Array, list[Array], Array]]:
+        """For each chunk j rank j + 1's, the next rank's, those of the rest, and where they go."""
         world, total = len(trays), self._total.reshape(-1)
-        bounds = chunk_bounds(total.size, world)
-        return [
-            [
-                *(trays[(j + 1 + step) % world][start:stop] for step in range(world)),
-                total[start:stop],
-            ]
-            for j, (start, stop) in enumerate(bounds)
-            if start < stop
-        ]
+        sums = []
+        for j, (start, stop) in enumerate(chunk_bounds(total.size, world)):
+            if start < stop:
+                ring = [trays[(j + 1 + step) % world][start:stop] for step in range(world)]
+                sums.append((ring[0], ring[1], ring[2:], total[start:stop]))
+        return sums
 
     def fits(self, out: Array) -> bool:
         """Whether the result can be written into ``out``."""
@@ -299,7 +296,7 @@ class _Plan:
     def total(self, turn: int) -> Array:
         """The result, until the plan is used again."""
         add = np.add
-        for first, second, *rest, total in self._sums[turn & 1]:
+        for first, second, rest, total in self._sums[turn & 1]:
             add(first, second, total)
             for part in rest:
                 add(total, part, total)

@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         code = int(options.run(options))
         sys.stdout.flush()
         return code
+    except BrokenPipeError:  # the reader, say head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOT_YET
     except (UnknownModuleError, NoRepositoryError) as error:
         return _complain(options, str(error), USAGE)
     except RefusedError as error:
@@ -43,11 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         told = f"import {name} finds another file than the judged one: {error}"
         advice = "does a test change sys.path, or is an __init__.py missing beside your file?"
         return _complain(options, f"{told}; {advice}", INTERNAL)
-    except (CourseError, RunnerError) as error:
+    except (CourseError, RunnerError, OSError) as error:
         return _complain(options, str(error), INTERNAL)
-    except BrokenPipeError:  # the reader, say head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NOT_YET
     except KeyboardInterrupt:
         told = "interrupted; what was judged so far is kept, and the next run goes on from there"
         return _complain(options, told, INTERRUPTED)
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ol", description="Work on a module of the course.")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
-    parser.set_defaults(run=show_status, module=None)
+    parser.set_defaults(run=show_status, command="status", module=None)
     subparsers = parser.add_subparsers(metavar="COMMAND")
 
     def add(name: str, run: Callable[[Options], int], what: str) -> argparse.ArgumentParser:
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("module", metavar="MODULE", help="such as L11.2")
         json = "one JSON document instead of text"
         command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=json)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, command=name)
         return command
 
     start = add("start", hand_out, "write a stub and an example test to begin with")
@@ -175,7 +175,7 @@ def _workspace(options: Options) -> workspace.Workspace:
 
 def _complain(options: Options, message: str, code: int) -> int:
     if options.json:
-        report.print_json("error", code, error=message)
+        report.print_json(options.command, code, error=message)
     else:
         print(f"ol: {message}", file=sys.stderr)
     return code

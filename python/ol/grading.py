@@ -12,7 +12,7 @@ from ol.desk import Desk, RedSuiteError, open_desk
 from ol.grader import Baseline, Progress, Verdict
 from ol.mutants import Mutant
 from ol.runner import Result
-from ol.workspace import Workspace
+from ol.workspace import NoRepositoryError, Workspace
 
 SAMPLE = 24  # mutants that check tries; `mutate` tries all
 
@@ -83,6 +83,9 @@ class Grade:
 
 def check(workspace: Workspace, progress: Progress) -> Grade:
     """Course tests on the file; own tests on right solutions, pitfalls and a sample of mutants."""
+    if not workspace.file.is_file():
+        start = f"`ol start {workspace.module.name}` writes a stub"
+        raise NoRepositoryError(f"there are tests, but no {workspace.module.file}: {start}")
     grade = Grade(workspace.module, "check")
     with open_desk(workspace, progress) as desk:
         progress("course tests, and yours on the reference", 0, 0)

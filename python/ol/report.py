@@ -11,9 +11,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.syntax import Syntax
+from rich.text import Text
 
 from ol.catalogue import Module
 from ol.desk import RedSuiteError
@@ -119,8 +121,7 @@ def _lines(found: Grade) -> Iterator[tuple[str, str, bool | None]]:
 def _course_failure(out: Console, failure: Result) -> None:
     """One failure at a time: the first is often the cause of the next."""
     out.print(f"[bold]{_short(failure.test)}[/] {_outcome(failure.outcome)}")
-    for line in _message(failure.message, failure.stacks, failure.seconds):
-        out.print(escape(line), soft_wrap=True)
+    _told(out, _message(failure.message, failure.stacks, failure.seconds))
     out.print()
 
 
@@ -152,8 +153,7 @@ def _one(out: Console, found: Grade, wanted: str) -> None:
                 return _survivor(out, verdict, found)
             subject = verdict.subject
             out.print(f"[bold]{subject.id}[/]  noticed by {_short(verdict.test)}")
-            for line in _message(verdict.message, verdict.stacks, verdict.seconds):
-                out.print(escape(line), soft_wrap=True)
+            _told(out, _message(verdict.message, verdict.stacks, verdict.seconds))
             if found.may_show and isinstance(subject, Mutant):
                 out.print(_diff(subject.diff))
             return None
@@ -227,8 +227,7 @@ def _red_suite(out: Console, error: RedSuiteError) -> None:
     _paragraph(out, f"[bold red]{escape(str(error))}[/]")
     for failure in error.failures[:1]:
         out.print(f"\n[bold]{_short(failure.test)}[/] {_outcome(failure.outcome)}")
-        for line in _message(failure.text or failure.message, failure.stacks, failure.seconds):
-            out.print(escape(line), soft_wrap=True)
+        _told(out, _message(failure.text or failure.message, failure.stacks, failure.seconds))
     for failure in error.failures[1:]:
         out.print(f"{_short(failure.test)} {_outcome(failure.outcome)}")
 
@@ -304,14 +303,15 @@ def _outcome(outcome: str) -> str:
     return said.get(outcome, outcome)
 
 
-def _message(message: str, stacks: Sequence[dict[str, Any]], seconds: float) -> Iterator[str]:
+def _message(message: str, stacks: Sequence[dict[str, Any]], seconds: float) -> str:
     """What a failure says; of a hang, where every process stood."""
     if not stacks:
-        yield textwrap.indent(message.strip("\n"), "  ")
-        return
-    after = f"after {seconds:.1f} s " if seconds else ""
-    for told in stacks:
-        yield f"  {after}{where(told)}"
+        return message.strip("\n")
+    return "\n".join(f"after {seconds:.1f} s {where(told)}" for told in stacks)
+
+
+def _told(out: Console, text: str) -> None:
+    out.print(Padding(Text(text), (0, 0, 0, 2)))
 
 
 def where(told: dict[str, Any]) -> str:

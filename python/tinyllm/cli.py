@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tinyllm {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     _add_demo(commands.add_parser("demo", help="see it work, and measure it, on this machine"))
+    _add_bench(commands.add_parser("bench", help="what the collectives take on this machine"))
     return parser
 
 
@@ -62,6 +63,95 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     )
     demo.add_argument("--json", action="store_true", help="print all figures as one JSON object")
     demo.set_defaults(run=_demo)
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    from tinyllm.bench import ALGORITHMS, COLLECTIVES, DTYPES, meshes
+
+    bench.description = (
+        "Time collectives as nccl-tests does. What is timed is one call: its input is written anew"
+        " and a barrier passed before it, its whole result compared after it, both outside the"
+        " timer. The time of a call is that of its slowest rank; p50 and p99 are taken over as many"
+        " calls as fit into --seconds. Out-of-place writes into another array (out=), in-place into"
+        " the input's memory. Exit code 1 if an entry of a result is wrong."
+    )
+    _choices(bench, "--collective", [*COLLECTIVES, "all"], ["all_reduce"])
+    _choices(bench, "--mesh", list(meshes()), list(meshes()))
+    _choices(bench, "--algorithm", [*ALGORITHMS, "all"], ["ring"], "of all_reduce: ")
+    bench.add_argument(
+        "--world",
+        type=at_least(2),
+        nargs="+",
+        default=[2, 4],
+        metavar="N",
+        help="ranks (default: 2 4)",
+    )
+    bench.add_argument(
+        "--sizes",
+        type=_sizes,
+        nargs="+",
+        default=[(8, 32 << 20)],
+        metavar="SIZE",
+        help="bytes, as 64K or 8:32M, of the whole array, all ranks' parts together"
+        " (default: 8:32M)",
+    )
+    _number(bench, "--factor", 8, "a range goes in steps of this factor", smallest=2)
+    bench.add_argument(
+        "--op", choices=("sum", "mean"), default="sum", help="of all_reduce (default: sum)"
+    )
+    bench.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float64",
+        metavar="TYPE",
+        help=f"{', '.join(DTYPES)} (default: float64)",
+    )
+    bench.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=0.2,
+        metavar="S",
+        help="time for the calls of each row, untimed parts included (default: 0.2)",
+    )
+    bench.add_argument("--plot", metavar="FILE", help="draw it, as a .png, .svg or .pdf")
+    bench.add_argument("--json", action="store_true", help="print all figures as one JSON object")
+    bench.set_defaults(run=_bench)
+
+
+def _choices(
+    command: argparse.ArgumentParser,
+    name: str,
+    choices: list[str],
+    default: list[str],
+    what: str = "",
+) -> None:
+    command.add_argument(
+        name,
+        choices=choices,
+        nargs="+",
+        default=default,
+        metavar="NAME",
+        help=f"{what}{', '.join(choices)} (default: {' '.join(default)})",
+    )
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    from tinyllm.bench import sizes
+
+    try:
+        return sizes.bounds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds above 0")
+    return value
 
 
 def _number(
@@ -115,3 +205,41 @@ def _demo(args: argparse.Namespace) -> int:
     except CommError as error:
         return _complain(FAILED, str(error))
     return OK if demo.all_hold(parts) else FAILED
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from tinyllm import bench
+    from tinyllm.bench import machine, sizes
+    from tinyllm.dist import CommError
+
+    options = bench.Options(
+        collectives=_all(args.collective, bench.COLLECTIVES),
+        meshes=_all(args.mesh, bench.meshes()),
+        algorithms=_all(args.algorithm, bench.ALGORITHMS),
+        worlds=sorted(set(args.world)),
+        sizes=sizes.merged(args.sizes, args.factor),
+        op=args.op,
+        dtype=args.dtype,
+        seconds=args.seconds,
+    )
+    where = machine.here()
+    try:
+        if args.plot:
+            bench.check_plot(args.plot, options)
+        if args.json:
+            tables = list(bench.measured(options))
+            print(bench.to_json(where, options, tables))
+        else:
+            tables = bench.shown(where, options, bench.measured(options))
+        if args.plot:
+            bench.plotted(args.plot, where, tables)
+    except bench.BenchError as error:
+        return _complain(USAGE, str(error))
+    except CommError as error:
+        return _complain(FAILED, str(error))
+    return OK if bench.all_right(tables) else FAILED
+
+
+def _all(named: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Those that were named, each once, in the order in which they are known."""
+    return [name for name in known if name in named or "all" in named]

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tinyllm import cli, demo
-from tinyllm.demo import progress, worked_table
-from tinyllm.demo.progress import Bar
+from tinyllm import cli, demo, progress
+from tinyllm.demo import worked_table
 from tinyllm.dist import CommTimeout, RankError
+from tinyllm.progress import Bar
 
 QUICK = ("--world", "3", "--size", "10", "--ranks", "2", "--steps", "3")
 
@@ -204,7 +204,7 @@ def test_version(capsys):
 def drawn(monkeypatch, capsys, is_terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.setattr(progress, "EVERY", 0.0)
-    bar = Bar("training", total=10)
+    bar = Bar("training", 10, "steps")
     bar.show(5)
     bar.show(10)
     bar.clear()

@@ -83,7 +83,9 @@ def test_every_rank_learns_that_one_disagrees(way: str, mesh: str) -> None:
             assert way == "an early return" or WAYS[way][1] in ranks[0][0]
             continue  # its call needed nobody
         # As a source rank 2 waits for nobody; it may be in its next call when it is noticed.
-        assert WAYS[way][1] in said or "all_reduce #4" in said, f"rank {rank}"
+        # And rank 3 may hold the message of the send before rank 2 is in its barrier.
+        known = WAYS[way][1], "all_reduce #4", "message of send to rank 3"
+        assert any(call in said for call in known), f"rank {rank}"
         assert "all_reduce #3 (float64[8], sum)" in said, f"rank {rank}"
         assert blamed in (ODD, None), f"rank {rank}"
     assert ODD in {blamed for _, blamed in ranks} or "recv" in way or way == "a send"
@@ -275,7 +277,7 @@ def circle(comm: Comm) -> None:
 
 def test_a_deadline_draws_the_circle() -> None:
     with pytest.raises(CommTimeout) as caught:
-        spawn(circle, 3, timeout=2.0)
+        spawn(circle, 3, timeout=2.0, method="forkserver")
     said = str(caught.value)
     assert "0 → 1 → 2 → 0: each is sending and none receives" in said
     assert "rank 1 is in send to rank 2 (message 1, after #1), waiting for rank 2 to take" in said

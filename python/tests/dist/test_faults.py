@@ -21,12 +21,14 @@ from dist_worlds import MESHES, OTHERS
 from tinyllm.dist import CommTimeout, DesyncError, RankDied, RankError
 from tinyllm.dist.comm import spawn
 
+pytestmark = pytest.mark.usefixtures("_fork_server")
 HERE = Path(__file__).parent
 NOVEL = 64 * 1024
 
 
 def failure_of(kind, fn, *args, world: int = 3, **options):
     """The error of a run that must end at once: its limit is far beyond what this takes."""
+    options = {"method": "forkserver"} | options  # where the start is not the point, a quick one
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         spawn(fn, world, *args, timeout=60, **options)
@@ -198,10 +200,10 @@ def test_much_output_does_not_block() -> None:
 def test_a_timeout_lists_the_ranks_that_are_late() -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
-        spawn(faults.sleeps, 3, 60.0, timeout=2.5)
-    assert time.monotonic() - start < 2.5 + 1
+        spawn(faults.sleeps, 3, 60.0, timeout=1.5, method="forkserver")
+    assert time.monotonic() - start < 1.5 + 1
     assert isinstance(caught.value, CommTimeout)
-    assert "3 of 3 ranks had not returned from sleeps after 2.5 s" in str(caught.value)
+    assert "3 of 3 ranks had not returned from sleeps after 1.5 s" in str(caught.value)
     assert "rank 0 is in barrier #1, waiting for a message from rank 2" in str(caught.value)
     assert "rank 1 is in its own code (no operation yet)" in str(caught.value)
 
@@ -223,7 +225,7 @@ def assert_stuck_is_told(how: str, limit: float, **options) -> None:
 
 @pytest.mark.parametrize("how", ["looping", "stopped", "in C"])
 def test_a_timeout_names_the_rank_that_is_stuck(how: str) -> None:
-    assert_stuck_is_told(how, 2.0)
+    assert_stuck_is_told(how, 1.5, method="forkserver")
 
 
 def assert_stopped_is_told(limit: float, **options) -> None:
@@ -234,7 +236,7 @@ def assert_stopped_is_told(limit: float, **options) -> None:
 
 
 def test_a_timeout_names_the_rank_that_is_stopped_inside_a_collective() -> None:
-    assert_stopped_is_told(2.0)
+    assert_stopped_is_told(1.5, method="forkserver")
 
 
 def test_a_rank_may_spawn() -> None:

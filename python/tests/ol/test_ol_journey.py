@@ -169,6 +169,21 @@ def test_an_installed_package_is_never_judged_in_the_learners_place(learner: Lea
     assert "is an __init__.py missing" in said
 
 
+def test_tests_without_a_file_can_be_graded_but_not_checked(learner: Learner) -> None:
+    learner.ol("start", "L11.2")
+    (learner.folder / COMM).unlink()
+    assert "there are tests, but no python/tinyllm/dist" in learner.ol("check", "L11.2", code=2)
+    (learner.folder / OWN / "test_example.py").write_text("def test_it():\n    assert True\n")
+    assert learner.json("mutate", "L11.2", code=1)["command"] == "mutate"
+
+
+def test_a_folder_that_cannot_be_written_is_named(learner: Learner) -> None:
+    learner.ol("start", "L11.2")
+    (learner.folder / ".ol").write_text("in the way")
+    said = learner.json("mutate", "L11.2", code=5)
+    assert ".ol" in said["error"]
+
+
 def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on(learner: Learner) -> None:
     learner.ol("start", "L11.2")
     run = learner.start("mutate", "L11.2")

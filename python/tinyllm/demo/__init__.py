@@ -52,12 +52,13 @@ def measured(options: Options) -> Iterator[Part]:
 def shown(parts: Iterable[Part]) -> list[Part]:
     """Write each part to stdout as soon as it is measured; then return them all."""
     try:
-        from tinyllm.demo import report  # here, because the library does without rich
+        from tinyllm import screen  # here, because the library does without rich
+        from tinyllm.demo import report
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "rich":
             raise
         raise DemoError("tinyllm demo needs rich: pip install 'tinyllm-dist[cli]'") from None
-    out, done = report.console(), []
+    out, done = screen.console(), []
     for part in parts:
         report.show(out, part)
         done.append(part)

@@ -1,44 +1,30 @@
 """The parts of the demo as text, for a terminal or a pipe, in 80 columns.
 
-A part becomes a heading and *blocks*: sentences and tables.  rich wraps them, and leaves colours
-out where the output is no terminal or NO_COLOR is set.
+A part becomes a heading and *blocks*: sentences and tables.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
-from io import TextIOWrapper
 from statistics import fmean
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tinyllm import screen
 from tinyllm.demo import Part
 from tinyllm.demo.check import Check
 from tinyllm.demo.model import BYTES
 from tinyllm.demo.traffic import REPEATS, Traffic
 from tinyllm.demo.training import Training, ranks
 from tinyllm.demo.worked_table import Row, WorkedTable
+from tinyllm.screen import Block
 
-Block = str | Table
-
-WIDTH = 80
 MARKS = 8  # rows of the loss table
 UNIFORM = math.log2(BYTES)
 BAR = 26  # characters of its longest bar
-
-
-def console() -> Console:
-    """Stdout, at most 80 columns wide: long lines of prose are hard to read."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every terminal has a █
-    stdout = Console(highlight=False, markup=False, emoji=False)
-    stdout.width = min(stdout.width, WIDTH)
-    return stdout
 
 
 def show(out: Console, part: Part) -> None:
@@ -49,13 +35,7 @@ def show(out: Console, part: Part) -> None:
         heading, blocks = _traffic(part)
     else:
         heading, blocks = _training(part)
-    with out.capture() as capture:
-        out.print(Text(heading, "bold"), end="\n\n")
-        for block in [*blocks, _checks(part.checks)]:
-            out.print(Padding(block, (0, 0, 1, 2)))
-    # rich fills every line up with blanks, which would be in the way of whoever copies the text.
-    out.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
-    out.file.flush()
+    screen.show(out, heading, [*blocks, _checks(part.checks)])
 
 
 def show_outcome(out: Console, parts: Sequence[Part]) -> None:
@@ -69,7 +49,7 @@ def show_outcome(out: Console, parts: Sequence[Part]) -> None:
 
 
 def _checks(checks: Sequence[Check]) -> Table:
-    table = _table("", "")
+    table = screen.table("", "")
     table.show_header = False
     table.columns[1].no_wrap = False
     for check in checks:
@@ -78,21 +58,12 @@ def _checks(checks: Sequence[Check]) -> Table:
     return table
 
 
-def _table(first: str, *columns: str, numbers: bool = False) -> Table:
-    """A table without lines; ``numbers`` aligns all columns but the first to the right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(first, no_wrap=True, justify="right" if numbers and first else "left")
-    for column in columns:
-        table.add_column(column, no_wrap=True, justify="right" if numbers else "left")
-    return table
-
-
 # -- part 1 ----------------------------------------------------------------------------------------
 
 
 def _worked_table(part: WorkedTable) -> tuple[str, list[Block]]:
     world = range(len(part.inputs))
-    table = _table(
+    table = screen.table(
         "\nstep", *(f"rank {r}\nsends" for r in world), *(f"rank {r}\nthen holds" for r in world)
     )
     for row in part.rows:
@@ -134,7 +105,7 @@ def _list(values: Sequence[float]) -> str:
 def _traffic(part: Traffic) -> tuple[str, list[Block]]:
     heading = f"2. ring all-reduce: world={part.world}, vector={part.size:,} doubles"
     columns = "bytes sent\nby rank 0", "by another\nrank (mean)", "\ntime", "time,\nring = 1"
-    table = _table("", *columns, numbers=True)
+    table = screen.table("", *columns, numbers=True)
     for way in (part.ring, part.all_gather, part.gather):
         others = _count(fmean(way.sent[1:])) if part.world > 1 else "-"
         ratio = f"{way.seconds / part.ring.seconds:.1f}"
@@ -194,7 +165,7 @@ def _training(part: Training) -> tuple[str, list[Block]]:
 
 def _losses(part: Training) -> Table:
     """Some steps of both curves; the bars are the picture."""
-    table = _table("step", ranks(1), ranks(part.many.ranks), "difference", "", numbers=True)
+    table = screen.table("step", ranks(1), ranks(part.many.ranks), "difference", "", numbers=True)
     table.columns[-1].justify, table.columns[-1].style = "left", "cyan"
     table.title = "loss, in bits per byte"
     table.title_justify = "left"
@@ -209,7 +180,7 @@ def _losses(part: Training) -> Table:
 
 
 def _speeds(part: Training) -> Table:
-    table = _table("", ranks(1), ranks(part.many.ranks), numbers=True)
+    table = screen.table("", ranks(1), ranks(part.many.ranks), numbers=True)
     runs = (part.one, part.many)
     table.add_row("bytes guessed per second", *(f"{run.bytes_per_second:,.0f}" for run in runs))
     table.add_row("time per step", *(_time(run.step_seconds) for run in runs))

@@ -19,8 +19,8 @@ import numpy as np
 from tinyllm.demo.adam import Adam
 from tinyllm.demo.check import Check
 from tinyllm.demo.model import BYTES, ByteModel, Bytes, Floats
-from tinyllm.demo.progress import Bar
 from tinyllm.dist import Comm, chunk_bounds, cores, spawn
+from tinyllm.progress import Bar
 
 BATCH = 512
 HELD_OUT = 8192  # at most so many bytes of the held-out text are predicted
@@ -116,7 +116,7 @@ def train(comm: Comm, text: bytes, plan: Plan) -> RankLog:
     model = ByteModel(np.random.default_rng([plan.seed, comm.rank]))  # unlike the others, until ...
     comm.broadcast(model.params, src=0, out=model.params)  # ... here
     adam = Adam(model.params)
-    bar = Bar(f"training, {ranks(comm.world)}", plan.steps, wanted=comm.rank == 0)
+    bar = Bar(f"training, {ranks(comm.world)}", plan.steps, "steps", wanted=comm.rank == 0)
     losses, all_reduce_seconds = [], 0.0
     start, cpu_start = time.perf_counter(), time.process_time()
     for step in range(plan.steps):

@@ -6,6 +6,7 @@ So there is nothing to undo: no hidden cursor, no colour, no thread; it writes o
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -14,11 +15,12 @@ EVERY = 0.1  # seconds between two drawings
 
 
 class Bar:
-    """``label ━━━━━━──── done/total``"""
+    """``label ━━━━━━──── done/total unit``"""
 
-    def __init__(self, label: str, total: int, wanted: bool = True) -> None:
+    def __init__(self, label: str, total: int, unit: str, wanted: bool = True) -> None:
         self.label = label
         self.total = total
+        self.unit = unit
         self.wanted = wanted and sys.stderr.isatty()
         self._next = 0.0
         self._length = 0
@@ -27,8 +29,9 @@ class Bar:
         """Draw it, if the last drawing is some time ago."""
         if self.wanted and time.monotonic() >= self._next:
             self._next = time.monotonic() + EVERY
+            count = f"{done:,}/{self.total:,} {self.unit}"
             filled = WIDTH * done // self.total
-            self._write(f"  {self.label} {'━' * filled:─<{WIDTH}} {done:,}/{self.total:,} steps")
+            self._write(f"  {self.label} {'━' * filled:─<{WIDTH}} {count}")
 
     def clear(self) -> None:
         """Leave an empty line behind."""
@@ -37,6 +40,7 @@ class Bar:
             self._write("\r")
 
     def _write(self, line: str) -> None:
+        line = line[: shutil.get_terminal_size().columns - 1]  # of two lines, one would stay
         sys.stderr.write("\r" + line.ljust(self._length))
         sys.stderr.flush()
         self._length = len(line)

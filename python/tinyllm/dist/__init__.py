@@ -4,6 +4,8 @@
 
     algorithms  all-reduce by a tree, by doubling, by halving, naively
     tcp         tcp_mesh: the same over TCP on loopback
+    shm         shm_mesh: the same through shared memory
+      segment     that memory, and how the ranks meet in it
     comm        the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
       launch      start processes, wait for any, end them
         verdict     what went wrong, in words
@@ -35,6 +37,7 @@ from tinyllm.dist.errors import (
     RankError,
 )
 from tinyllm.dist.launch import cores
+from tinyllm.dist.shm import shm_mesh
 from tinyllm.dist.tcp import tcp_mesh
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
     "chunk_bounds",
     "cores",
     "pipe_mesh",
+    "shm_mesh",
     "spawn",
     "tcp_mesh",
 ]

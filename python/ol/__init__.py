@@ -6,7 +6,8 @@ from below itself in this list.
     cli                     the command line, exit codes
     report                  how results look, for people and as JSON
     lint                    whether the course holds what it says
-    grading, guide          check and mutate; status, hint, diff
+    guide                   status, hint, diff
+    grading                 check and mutate
     desk                    all that judging takes, laid out for one command
     grader                  a suite on right solutions, then on wrong ones
     wheats                  the other right solutions

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +32,8 @@ Options = argparse.Namespace
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parser().parse_args(argv)
+    if argv is None:  # as a program: SIGTERM, too, ends it in good order
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = int(options.run(options))
         sys.stdout.flush()
@@ -48,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(options, f"{told}; {advice}", INTERNAL)
     except (CourseError, RunnerError, OSError) as error:
         return _complain(options, str(error), INTERNAL)
+    except Exception as error:
+        traceback.print_exc()
+        return _complain(options, f"a fault of ours: {type(error).__name__}: {error}", INTERNAL)
     except KeyboardInterrupt:
         told = "interrupted; what was judged so far is kept, and the next run goes on from there"
         return _complain(options, told, INTERRUPTED)
@@ -95,10 +102,11 @@ def hand_out(options: Options) -> int:
         report.print_json("start", PASSED, module=module.name, files=done)
         return PASSED
     print("\n".join(done))
+    print(f"\nthe chapter: {module.chapter}")
     print(
-        f"\nnext: read `ol tests {module.name}`, write {module.file.name}, add tests of your own"
-        f"\nin {module.own_tests}, and run `ol check {module.name}`"
+        f"next: read `ol tests {module.name}`, write {module.file.name}, add tests of your own in"
     )
+    print(f"{module.own_tests}, and run `ol check {module.name}`")
     return PASSED
 
 

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ol.verdicts import Verdicts
 PATIENCE = 1.0  # seconds that every test has, at least
 SLACK = 5.0  # times as long as on the reference
 UNKNOWN = 30.0  # seconds for a test that has not been measured
+LESS = 5.0  # seconds, once another one has not ended
 KILLS = {"failed", "broken", "timeout"}
 SAID = 2000  # characters of a failure that are kept
 
@@ -60,8 +61,9 @@ class Baseline:
 
     @property
     def failed(self) -> list[Result]:
-        """The tests that do not pass on the reference."""
-        return [_result(t, r) for t, r in self.results.items() if r["outcome"] in KILLS]
+        """The tests that do not pass on the reference; first the files that cannot be imported."""
+        found = [_result(t, r) for t, r in self.results.items() if r["outcome"] in KILLS]
+        return sorted(found, key=lambda result: result.outcome != "broken")
 
     @property
     def passed(self) -> list[str]:
@@ -70,11 +72,17 @@ class Baseline:
 
     def reaching(self, subject: Subject) -> list[str]:
         """The tests that run a line that is changed in the subject."""
-        return [
-            test
-            for test in self.passed
-            if not subject.lines or subject.lines & set(self.results[test]["lines"])
-        ]
+        if not subject.lines:  # it is not known what is changed
+            return self.passed
+        return [test for test in self.passed if subject.lines & set(self.results[test]["lines"])]
+
+    def affected(self, subject: Subject) -> list[str]:
+        """The tests that can notice: those that reach a changed line, and all that come after one.
+
+        Fixtures and caches keep what was computed for the first test that asked for it.
+        """
+        reached = self.reaching(subject)
+        return self.passed[self.passed.index(reached[0]) :] if reached else []
 
 
 class Grader:
@@ -130,27 +138,40 @@ class Grader:
         """The tests that pass on the reference and fail on another right solution."""
         return [r for r in self.results(subject, base) if r.outcome in KILLS]
 
+    def out_of_order(self, reference: Subject, base: Baseline) -> list[Result]:
+        """The tests that fail on the reference when the last comes first: they need another one."""
+        backwards = Subject("backwards", reference.source, key=f"backwards-{reference.digest}")
+        turned = replace(base, results=dict(reversed(base.results.items())))
+        return [r for r in self.results(backwards, turned) if r.outcome in KILLS]
+
     def results(
-        self, subject: Subject, base: Baseline, library: Path | None = None
+        self,
+        subject: Subject,
+        base: Baseline,
+        library: Path | None = None,
+        limit: float = UNKNOWN,
     ) -> list[Result]:
-        """Every test on a subject, none left out; on ``library`` where it is no version of ours."""
+        """Every test on a subject, none left out; on ``library`` where it is no version of ours.
+
+        What has passed is known; what has failed is tried again.  Once a test has not ended in
+        ``limit`` seconds, the others have less.
+        """
         known = self._verdicts.known(subject.digest)
-        todo = [test for test in base.passed if self._suite.key(test) not in known]
-        generous = tuple((test, UNKNOWN) for test in todo)
-        while todo:  # a test that hangs or kills its process ends the run, and the rest is left
-            run = self._run(subject, todo, limits=generous, method=base.method, library=library)
-            for result in run.results:
-                self._note(subject, result)
-            known = self._verdicts.known(subject.digest)
-            rest = [test for test in todo if self._suite.key(test) not in known]
-            if len(rest) == len(todo):
-                self._blame(subject, rest[0], run)
-                rest = rest[1:] if run.collected else []
-            todo = rest
-        known = self._verdicts.known(subject.digest)
+        found = {
+            test: _result(test, known[self._suite.key(test)])
+            for test in base.passed
+            if known.get(self._suite.key(test), {}).get("outcome") == "passed"
+        }
+        while todo := [test for test in base.passed if test not in found]:
+            limits = tuple((test, limit) for test in todo)
+            run = self._run(subject, todo, limits=limits, method=base.method, library=library)
+            found |= {r.test: r for r in run.results if r.test in todo} or _blame(todo, run)
+            if any(result.outcome == "timeout" for result in run.results):
+                limit = min(limit, LESS)
+        for result in found.values():
+            self._note(subject, result)
         self._verdicts.save()
-        nothing = {"outcome": "broken", "message": "it did not run"}
-        return [_result(test, known.get(self._suite.key(test), nothing)) for test in base.passed]
+        return [found[test] for test in base.passed]
 
     # -- wrong solutions -------------------------------------------------------------------------
 
@@ -180,14 +201,13 @@ class Grader:
 
     def _judge(self, subject: Subject, base: Baseline, confirm: bool = False) -> Verdict | None:
         """Run the tests that can notice, until one does; None for a timeout to be confirmed."""
-        reached = base.reaching(subject)
+        reached, affected = base.reaching(subject), base.affected(subject)
         known = self._verdicts.known(subject.digest)
-        for test in reached:
+        for test in affected:
             if known.get(self._suite.key(test), {}).get("outcome") in KILLS:
                 return self._killed(subject, test, known[self._suite.key(test)], reached)
-        todo = self._promising(
-            subject, [t for t in reached if self._suite.key(t) not in known], base
-        )
+        unknown = [test for test in affected if self._suite.key(test) not in known]
+        todo = self._promising(subject, unknown, reached, base)
         if not todo:
             return Verdict(subject, "survived", reached=tuple(reached))
         limits = tuple((test, base.limits[test] * (2 if confirm else 1)) for test in todo)
@@ -195,10 +215,9 @@ class Grader:
         for result in run.results:
             if result.outcome == "timeout" and not confirm:
                 return None
-            self._note(subject, result)
+            test = result.test if result.test in todo else todo[0]  # its file may not be importable
+            self._verdicts.note(subject.digest, self._suite.key(test), _record(result))
             if result.outcome in KILLS:
-                test = result.test if result.test in reached else todo[0]  # its file may be broken
-                self._verdicts.note(subject.digest, self._suite.key(test), _record(result))
                 return self._killed(subject, test, _record(result), reached)
         return Verdict(subject, "survived", reached=tuple(reached))
 
@@ -220,7 +239,9 @@ class Grader:
             subject, status, test, record["message"], stacks, record["seconds"], tuple(reached)
         )
 
-    def _promising(self, subject: Subject, tests: list[str], base: Baseline) -> list[str]:
+    def _promising(
+        self, subject: Subject, tests: list[str], reached: list[str], base: Baseline
+    ) -> list[str]:
         """What noticed this one last time first, then what notices most for its time."""
         last = self._verdicts.killer(subject.digest)
 
@@ -228,29 +249,35 @@ class Grader:
             seconds: float = base.results[test]["seconds"]
             return (1 + self._kills[test]) / (0.05 + seconds)
 
-        return sorted(tests, key=lambda test: (test != last, -worth(test)))
+        return sorted(tests, key=lambda t: (t != last, t not in reached, -worth(t)))
 
     # -- runs ------------------------------------------------------------------------------------
 
     def _complete(self, reference: Subject, method: str) -> Baseline:
         """All tests on the reference, one run for all that have not been run."""
         tests = self._verdicts.collected(self._suite.digest)
+        broken: dict[str, dict[str, Any]] = {}
+        if tests is None:
+            run = self._run(reference, [], method=method)
+            tests = run.collected
+            broken = {r.test: _record(r) | {"lines": []} for r in run.results}
+            if not broken:
+                self._verdicts.note_collected(self._suite.digest, tests)
         known = self._verdicts.known(reference.digest)
-        if tests is None or any(self._suite.key(test) not in known for test in tests):
-            todo = tests and [test for test in tests if self._suite.key(test) not in known]
-            if tests is None:
-                tests = self._run(reference, [], method=method).collected
-                todo = [test for test in tests if self._suite.key(test) not in known]
+        found = {
+            test: known[self._suite.key(test)]
+            for test in tests
+            if known.get(self._suite.key(test), {}).get("outcome") in {"passed", "skipped"}
+        }
+        while todo := [test for test in tests if test not in found and not broken]:
             run = self._run(reference, todo, trace=True, method=method)
-            for result in run.results:
-                lines = sorted({*run.lines.get("", ()), *run.lines.get(result.test, ())})
+            told = {r.test: r for r in run.results if r.test in todo} or _blame(todo, run)
+            for test, result in told.items():
+                lines = sorted({*run.lines.get("", ()), *run.lines.get(test, ())})
+                found[test] = _record(result) | {"lines": lines}
                 self._note(reference, result, lines=lines)
-            known = self._verdicts.known(reference.digest)
-            tests += [r.test for r in run.results if r.test not in tests and r.outcome in KILLS]
-            self._verdicts.note_collected(self._suite.digest, tests)
-            self._verdicts.save()
-        never = {"outcome": "broken", "message": "it did not run", "seconds": 0.0, "setup": 0.0}
-        results = {test: known.get(self._suite.key(test), never) for test in tests}
+        self._verdicts.save()
+        results = broken | {test: found[test] for test in tests if test in found}
         return Baseline(tests, results, method)
 
     def _run(
@@ -297,10 +324,11 @@ class Grader:
     def _note(self, subject: Subject, result: Result, **more: Any) -> None:
         self._verdicts.note(subject.digest, self._suite.key(result.test), _record(result) | more)
 
-    def _blame(self, subject: Subject, test: str, run: Run) -> None:
-        """Nothing ran: whatever the run told, else that it told nothing, stands for this test."""
-        told = run.results[0] if run.results else Result(test, "broken", message="it did not run")
-        self._verdicts.note(subject.digest, self._suite.key(test), _record(told))
+
+def _blame(todo: list[str], run: Run) -> dict[str, Result]:
+    """No test ran: what the run told of its file, or that it told nothing, is the first's."""
+    told = run.results[0] if run.results else Result("", "broken", message="it did not run")
+    return {todo[0]: replace(told, test=todo[0])}
 
 
 def _record(result: Result) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ol.mutants import Mutant
 from ol.runner import Result
 from ol.workspace import NoRepositoryError, Workspace
 
+RED = "your tests on a right solution"  # what is open where they fail there
 SAMPLE = 24  # mutants that check tries; `mutate` tries all
 
 
@@ -87,6 +88,7 @@ def check(workspace: Workspace, progress: Progress) -> Grade:
         start = f"`ol start {workspace.module.name}` writes a stub"
         raise NoRepositoryError(f"there are tests, but no {workspace.module.file}: {start}")
     grade = Grade(workspace.module, "check")
+    before = workspace.fingerprint()
     with open_desk(workspace, progress) as desk:
         progress("course tests, and yours on the reference", 0, 0)
         course = desk.runner.submit(desk.course_tests)  # it takes one worker, and the other is free
@@ -96,7 +98,9 @@ def check(workspace: Workspace, progress: Progress) -> Grade:
         workspace.remember(course_passed=grade.course_passed and workspace.file_digest())
         if base:
             _judge_suite(desk, grade, base, SAMPLE)
-    _remember(workspace, grade)
+    _remember(workspace, grade, course=[_function(result.test) for result in grade.failures])
+    if grade.passed and workspace.fingerprint() == before:  # nobody has edited it meanwhile
+        workspace.remember(passed=before)
     return grade
 
 
@@ -148,16 +152,16 @@ def _function(test: str) -> str:
     return test.partition("::")[2].partition("[")[0]
 
 
-def _remember(workspace: Workspace, grade: Grade) -> None:
+def _remember(workspace: Workspace, grade: Grade, **more: list[str]) -> None:
     """Keep the figures, and what is still open, for `ol`, `ol hint` and `ol diff`."""
-    points = [_function(result.test) for result in grade.failures]
-    points += [verdict.subject.id for verdict in grade.pitfalls if not verdict.killed]
+    points = [verdict.subject.id for verdict in grade.pitfalls if not verdict.killed]
     points += [
         f"{subject.function or 'the module'}: {subject.sentence}"
         for subject in (verdict.subject for verdict in grade.mutants if not verdict.killed)
         if isinstance(subject, Mutant)
     ]
-    known: dict[str, Any] = {"open": [] if grade.passed else points}
-    if grade.command == "check":
-        known["passed"] = workspace.fingerprint() if grade.passed else None
-    workspace.remember(**known, **{grade.command: grade.headline()})
+    if grade.red:
+        points = [RED]
+    known = {"passed": None} if grade.command == "check" else {}
+    own = [] if grade.tests_passed else points
+    workspace.remember(**known, own=own, **more, **{grade.command: grade.headline()})

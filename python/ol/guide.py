@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ol import catalogue, contract, mutants
 from ol.catalogue import Module
+from ol.grading import RED
 from ol.suite import Suite
 from ol.workspace import NoRepositoryError, RefusedError, Workspace, find
 
@@ -66,7 +68,7 @@ def hint(workspace: Workspace) -> Hint:
     RefusedError where no check has found anything to help with.
     """
     module, state = workspace.module, workspace.state()
-    open_points: list[str] = state.get("open", [])
+    open_points = _open_points(state)
     if not open_points:
         raise RefusedError(f"there is nothing to hint at: `ol check {module.name}` finds what is")
     about = open_points[0]
@@ -77,10 +79,22 @@ def hint(workspace: Workspace) -> Hint:
     return Hint(about, step, len(texts), texts[step - 1])
 
 
+def _open_points(state: dict[str, Any]) -> list[str]:
+    """What the last runs found wanting: first in the file, then in the tests."""
+    return [*state.get("course", []), *state.get("own", [])]
+
+
 def _hints(module: Module, about: str) -> list[str]:
     """From a nudge to nearly the answer; never code."""
     source = catalogue.reference(module).read_text(encoding="utf-8")
     faults = mutants.pitfalls(module, source)
+    if about == RED:
+        return [
+            "A test of yours fails although the comm.py under it is right; `ol check` shows which.",
+            "Compare it with the contract, sentence by sentence: does it ask for something that is"
+            " promised nowhere, a private name, a message's wording, who is first? Or does it need"
+            " what another test left behind?",
+        ]
     for test in module.tests:
         if test.name == about:
             known = [fault for fault in faults if fault.caught_by == about]
@@ -135,7 +149,8 @@ def status(module: Module, start: Path) -> Status:
     untouched = workspace.text() == contract.stub(pyi, module.name)
     tests = Suite(workspace.own_tests).count() if workspace.own_tests.is_dir() else 0
     what = "the stub" if untouched else "the reference" if workspace.is_the_clone else "begun"
-    lines = [f"{module.file}: {what}", f"{module.own_tests}: {tests} tests"]
+    many = "1 test" if tests == 1 else f"{tests} tests"
+    lines = [f"{module.file}: {what}", f"{module.own_tests}: {many}"]
     for command in ("check", "mutate"):
         if command in state:
             known = state[command]
@@ -149,7 +164,7 @@ def status(module: Module, start: Path) -> Status:
     elif "check" not in state:
         then = f"ol check {module.name}"
     elif state.get("passed") != workspace.fingerprint():
-        then = f"ol hint {module.name}" if state.get("open") else f"ol check {module.name}"
+        then = f"ol hint {module.name}" if _open_points(state) else f"ol check {module.name}"
     else:
         then = f"ol diff {module.name}"
     return Status(module.name, module.title, lines, then)

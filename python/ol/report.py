@@ -120,7 +120,7 @@ def _lines(found: Grade) -> Iterator[tuple[str, str, bool | None]]:
 
 def _course_failure(out: Console, failure: Result) -> None:
     """One failure at a time: the first is often the cause of the next."""
-    out.print(f"[bold]{_short(failure.test)}[/] {_outcome(failure.outcome)}")
+    out.print(f"[bold]{_name(failure.test)}[/] {_outcome(failure.outcome)}")
     _told(out, _message(failure.message, failure.stacks, failure.seconds))
     out.print()
 
@@ -135,7 +135,7 @@ def _survivor(out: Console, verdict: Verdict, found: Grade) -> None:
         _paragraph(out, f"[bold]{subject.id}[/]  a change in {where} that your tests do not notice")
         if verdict.reached:
             _paragraph(out, f"What it shows: {escape(subject.sentence)}.", "  ")
-    reached = ", ".join(map(_short, verdict.reached))
+    reached = ", ".join(map(_name, verdict.reached))
     told = f"Run by {reached}." if reached else "None of your tests runs that line."
     _paragraph(out, told, "  ")
     if isinstance(subject, Mutant):
@@ -152,14 +152,15 @@ def _one(out: Console, found: Grade, wanted: str) -> None:
             if not verdict.killed:
                 return _survivor(out, verdict, found)
             subject = verdict.subject
-            out.print(f"[bold]{subject.id}[/]  noticed by {_short(verdict.test)}")
+            out.print(f"[bold]{subject.id}[/]  noticed by {_name(verdict.test)}")
             _told(out, _message(verdict.message, verdict.stacks, verdict.seconds))
             if found.may_show and isinstance(subject, Mutant):
                 out.print(_diff(subject.diff))
             return None
     known = ", ".join(v.subject.id for v in found.pitfalls)
     tried = f"{found.mutants[0].subject.id} to {found.mutants[-1].subject.id}"
-    out.print(f"no {wanted} was tried; there are {known}, and of mutants {tried}")
+    some = "a sample from " if len(found.mutants) < found.of else ""
+    _paragraph(out, f"{escape(wanted)} was not tried; tried were {known}, and {some}{tried}.")
     return None
 
 
@@ -226,10 +227,10 @@ def _red_suite(out: Console, error: RedSuiteError) -> None:
     """The tests fail where they have to pass: no score, but the first failure."""
     _paragraph(out, f"[bold red]{escape(str(error))}[/]")
     for failure in error.failures[:1]:
-        out.print(f"\n[bold]{_short(failure.test)}[/] {_outcome(failure.outcome)}")
+        out.print(f"\n[bold]{_name(failure.test)}[/] {_outcome(failure.outcome)}")
         _told(out, _message(failure.text or failure.message, failure.stacks, failure.seconds))
     for failure in error.failures[1:]:
-        out.print(f"{_short(failure.test)} {_outcome(failure.outcome)}")
+        out.print(f"{_name(failure.test)} {_outcome(failure.outcome)}")
 
 
 # -- the rest --------------------------------------------------------------------------------------
@@ -237,7 +238,9 @@ def _red_suite(out: Console, error: RedSuiteError) -> None:
 
 def catalogue(module: Module) -> None:
     """The course tests of a module."""
-    print(f"{module.name}  {module.title}\nyou write {module.file}\n")
+    print(
+        f"{module.name}  {module.title}\nyou write {module.file}\nthe chapter: {module.chapter}\n"
+    )
     for test in module.tests:
         print(f"{test.name}  [{test.kind}]")
         for label, text in (("checks ", test.checks), ("matters", test.why)):
@@ -296,6 +299,11 @@ def _paragraph(out: Console, text: str, indent: str = "") -> None:
 
 def _short(test: str) -> str:
     return test.partition("::")[2] or test
+
+
+def _name(test: str) -> str:
+    """A test's name, between rich's marks."""
+    return escape(_short(test))
 
 
 def _outcome(outcome: str) -> str:

@@ -7,6 +7,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 FORKSERVER, SPAWN = "forkserver", "spawn"
+SAID = 2000  # characters of a worker's last words
 _HERE = Path(__file__).resolve().parent
 _BLAS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -82,11 +84,12 @@ class Worker:
         }
         path = os.pathsep.join([str(_HERE / "inside"), str(_HERE.parent)])
         ours = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (a pipe would fill up unread)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ol.worker", *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._said,
             cwd=os.sep,
             env=kept | dict.fromkeys(_BLAS, "1") | ours,
             start_new_session=True,  # a Ctrl-C reaches the grader alone, which ends its workers
@@ -116,9 +119,10 @@ class Worker:
                 run.left = told["left"]
                 return run
             else:
-                run.results.append(Result(**told | {"stacks": tuple(told.get("stacks", ()))}))
-        assert self._process.stderr is not None
-        raise RunnerError(self._process.stderr.read().strip() or "a worker ended")
+                run.results.append(_result(told, job))
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").strip()
+        raise RunnerError(f"a worker ended: {said[-SAID:] or 'it said nothing'}")
 
     def close(self) -> None:
         """End the worker and all that it started."""
@@ -130,9 +134,20 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._said.close()
+
+
+def _result(told: dict[str, Any], job: Job) -> Result:
+    """A result, with the learner's paths in place of those of the stage."""
+    for field_ in ("message", "text"):
+        text = told.get(field_, "")
+        for place, name in ((job.library, "python"), (job.tests, "")):
+            for path in (os.path.relpath(place, job.scratch), str(place)):
+                text = text.replace(path + os.sep, f"{name}{os.sep}".lstrip(os.sep))
+        told[field_] = text
+    return Result(**told | {"stacks": tuple(told.get("stacks", ()))})
 
 
 def _note_events(run: Run, events: Iterable[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import compileall
+import importlib.util
 import py_compile
 import queue
 import shutil
@@ -70,7 +71,9 @@ class Stage:
             library = self._linked()
         judged = library / self._module_file
         judged.write_text(source, encoding="utf-8")
-        py_compile.compile(str(judged), quiet=2)  # a new one, whatever the file's time says
+        cache = Path(importlib.util.cache_from_source(str(judged)))
+        cache.unlink(missing_ok=True)  # whatever its time says: it is another source's
+        py_compile.compile(str(judged), quiet=2)
         try:
             yield library
         finally:

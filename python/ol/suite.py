@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,18 +25,30 @@ class Suite:
     modules: set[str] = field(default_factory=set)  # what the tests import
 
     def __post_init__(self) -> None:
+        files = [
+            path
+            for path in sorted(self.folder.rglob("*"))
+            if path.is_file() and not {"__pycache__", ".pytest_cache"} & set(path.parts)
+        ]
+        trees = {path: tree for path in files if (tree := _parsed(path)) is not None}
+        self.modules = {name for tree in trees.values() for name in _imported(tree)}
+        used = Counter(name for tree in trees.values() for name in _used(tree))
         shared = []
-        for path in sorted(self.folder.rglob("*")):
-            if path.is_file() and not {"__pycache__", ".pytest_cache"} & set(path.parts):
-                name = path.relative_to(self.folder).as_posix()
-                shared.append(name + "\0" + self._rest(name, path))
+        for path in files:
+            name = path.relative_to(self.folder).as_posix()
+            if path in trees:
+                self._take_out_tests(name, path, trees[path], used)
+                shared.append(f"{name}\0{ast.unparse(trees[path])}")
+            else:
+                shared.append(f"{name}\0{digest(path.read_bytes().decode('utf-8', 'replace'))}")
         self._shared = digest("\0".join(shared))
 
     def key(self, test: str) -> str:
         """The digest for one of pytest's node ids, such as "test_ring.py::test_sum[3]"."""
         path, _, inside = test.partition("::")
         name = re.sub(r"\[.*", "", inside, flags=re.S).replace("::", ".")
-        return digest(self._shared + test + self._texts.get((path, name), ""))
+        own = self._texts.get((path, name), self.digest)  # inherited, imported: anything may matter
+        return digest(self._shared + test + own)
 
     @property
     def digest(self) -> str:
@@ -45,21 +59,14 @@ class Suite:
         """How many test functions there are."""
         return len(self._texts)
 
-    def _rest(self, name: str, path: Path) -> str:
-        """What is in a file beside its tests, which are kept apart; comments and layout are not."""
-        data = path.read_bytes()
-        try:
-            tree = ast.parse(data if path.suffix == ".py" else "?")
-        except (SyntaxError, ValueError):
-            return digest(data.decode("utf-8", errors="replace"))
-        self.modules |= _imported(tree)
-        if path.name.startswith("test_") or path.name.endswith("_test.py"):
-            used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    def _take_out_tests(self, name: str, path: Path, tree: ast.Module, used: Counter[str]) -> None:
+        """Keep a file's tests apart, unless other code uses them or the file."""
+        is_test_file = path.name.startswith("test_") or path.name.endswith("_test.py")
+        if is_test_file and path.stem not in {m.split(".")[-1] for m in self.modules}:
             for inside, siblings, test in _tests(tree):
-                if test.name not in used:  # else another test or helper depends on it
+                if not any(used[part] for part in inside.split(".")):
                     self._texts[name, inside] = ast.unparse(test)
                     siblings.remove(test)
-        return ast.unparse(tree)
 
 
 def digest(text: str) -> str:
@@ -78,6 +85,25 @@ def _tests(tree: ast.Module) -> list[tuple[str, list[ast.stmt], ast.FunctionDef]
         for node in body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
     ]
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    """A Python file's code; comments and layout do not matter."""
+    try:
+        return ast.parse(path.read_bytes()) if path.suffix == ".py" else None
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _used(tree: ast.Module) -> Iterator[str]:
+    """Every name that a file's code mentions, without those that it defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
 
 
 def _imported(tree: ast.Module) -> set[str]:

@@ -54,7 +54,7 @@ def main() -> None:
     preload = sys.argv[1:]
     _warm_up_pytest()
     for name in (*preload, "settle"):
-        with suppress(ImportError):
+        with suppress(Exception):  # whoever needs it will see
             importlib.import_module(name)
     _fork_server.set_forkserver_preload([*preload, "settle"])
     try:
@@ -106,7 +106,7 @@ def _run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _watch(job: dict[str, Any], child: int, read: int) -> Iterator[dict[str, Any]]:
     """The results of the tests; the test that outstays its deadline, or kills its process, too."""
-    messages, test, limit = b"", None, BETWEEN
+    messages, test, limit = b"", "", BETWEEN
     deadline = time.monotonic() + limit
     while True:
         patience = min(0.05, max(0.0, deadline - time.monotonic()))
@@ -118,7 +118,7 @@ def _watch(job: dict[str, Any], child: int, read: int) -> Iterator[dict[str, Any
         for result in map(json.loads, lines):
             if "done" in result:
                 return
-            test, limit = None, BETWEEN
+            test, limit = "", BETWEEN
             if "start" in result:
                 test, limit = result["start"], job["limits"].get(result["start"], job["limit"])
             else:
@@ -133,7 +133,7 @@ def _watch(job: dict[str, Any], child: int, read: int) -> Iterator[dict[str, Any
             stacks = _stacks(job)
             yield {"test": test, "outcome": "timeout", "seconds": seconds, "stacks": stacks}
             return
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) and not chunk:
+        if not chunk and psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
             message = "the process of the tests ended in the middle of it"
             yield {"test": test, "outcome": "failed", "message": message}
             return
@@ -200,12 +200,11 @@ def _be_the_run(job: dict[str, Any], write: int) -> NoReturn:
     """The forked process: become a fresh program that runs the job's tests."""
     try:
         os.setpgid(0, 0)
-        output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        output = os.open(job["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(job["folder"])
-        os.environ["TMPDIR"] = job["folder"]
         sys.modules["__main__"] = types.ModuleType("__main__")  # ranks need none of this program's
         sys.argv = ["pytest"]
         sys.path[:0] = [job["library"]]
@@ -214,6 +213,7 @@ def _be_the_run(job: dict[str, Any], write: int) -> NoReturn:
         options = [
             *("-q", "-c", os.devnull, *_WITHOUT),
             *("--rootdir", job["tests"], "--tb", "short", job["tests"]),
+            *("--basetemp", os.path.join(job["folder"], "pytest")),
             *(["-x"] if job["stop"] else []),
         ]
         reporter = Reporter(job, write)

@@ -148,7 +148,8 @@ def _handed_out(module: Module) -> dict[Path, str]:
     texts = {Path("python", *folder.parts, "__init__.py"): "" for folder in _packages(module)}
     pyi = module.contract.read_text(encoding="utf-8")
     texts[module.file] = contract.stub(pyi, module.name)
-    texts[module.own_tests / module.example.name] = module.example.read_text(encoding="utf-8")
+    for path in (module.example, module.example.with_name("conftest.py")):
+        texts[module.own_tests / path.name] = path.read_text(encoding="utf-8")
     return texts
 
 

@@ -13,13 +13,17 @@ import json
 import multiprocessing.process
 import multiprocessing.spawn
 import os
+import resource
 import signal
 import sys
+import tempfile
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 TELL_STACK = signal.SIGUSR2
+LARGEST = 1 << 28  # bytes of a file, such as one that an endless loop prints to
 _KEY = "ol_run"  # in multiprocessing's preparation data
 _run: dict[str, Any] = {}
 _reached: set[int] = set()
@@ -34,6 +38,8 @@ def begin(run: dict[str, Any]) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         if name not in run["rooms"]:
             del sys.modules[name]  # a worker has it loaded from the reference
+    tempfile.tempdir = run["folder"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, resource.RLIM_INFINITY))
     signal.signal(TELL_STACK, _tell_stack)
     sys.meta_path.insert(0, _Guard())
     if run["trace"]:
@@ -57,13 +63,19 @@ def say(**event: Any) -> None:
 
 def _with_run(name: str) -> dict[str, Any]:
     data: dict[str, Any] = _get_preparation_data(name)
-    return data | ({_KEY: _run} if _run else {})
+    return data | ({_KEY: _run | {"group": os.getpgrp()}} if _run else {})
 
 
 def _prepare_with_run(data: dict[str, Any]) -> None:
     run = data.pop(_KEY, None)
     _prepare(data)
     if run:
+        with suppress(OSError):  # a fork server is of another group
+            os.setpgid(0, run["group"])
+        output = os.open(run["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
         begin(run)
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from tinyllm.dist import PeerLost, nonblocking
 from tinyllm.dist.board import RUNNING, Board
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh
+from tinyllm.dist.shm import ShmComm, shm_mesh
 from tinyllm.dist.tcp import tcp_mesh
 
-MESHES = {"pipe": pipe_mesh, "tcp": tcp_mesh}
+MESHES = {"pipe": pipe_mesh, "tcp": tcp_mesh, "shm": shm_mesh}
 OTHERS = [mesh for mesh in MESHES if mesh != "pipe"]
 WORLDS = (1, 2, 3, 4, 5, 8)
 DTYPES = [*"?bhilBHILefdgFDG"]  # NumPy's letters for its number types
@@ -97,6 +98,25 @@ def ring_bytes(world: int, rank: int, n: int, itemsize: int) -> tuple[int, int]:
     reduce_scatter = sum(sizes) - sizes[rank]  # every chunk but its own
     all_gather = sum(sizes) - sizes[(rank + 1) % world]  # every chunk but its right neighbour's
     return reduce_scatter * itemsize, all_gather * itemsize
+
+
+def bytes_of(comm: Comm, op: str, n: int, itemsize: int = 8, src: int = 0) -> int:
+    """Bytes that this rank sends in a collective on n entries (all_gather: n in all)."""
+    reduce_scatter, all_gather = ring_bytes(comm.world, comm.rank, n, itemsize)
+    forwards = (comm.rank + 1) % comm.world != src
+    ring = {
+        "all_reduce": reduce_scatter + all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_gather": all_gather,
+        "broadcast": n * itemsize * forwards,
+    }
+    shared = {  # what it writes for others, once for all of them
+        "all_reduce": n * itemsize,
+        "reduce_scatter": reduce_scatter,
+        "all_gather": n * itemsize - reduce_scatter,
+        "broadcast": n * itemsize * (comm.rank == src),
+    }
+    return (shared if isinstance(comm, ShmComm) else ring)[op]
 
 
 def same_bits(comm: Comm, x: np.ndarray) -> bool:

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from dist_worlds import in_threads
+from dist_worlds import MESHES, in_threads
 
 from tinyllm.dist import CommTimeout, DesyncError, diagnosis
 from tinyllm.dist.board import RECEIVING, RETURNED, SENDING, Entry
@@ -72,10 +72,11 @@ def diverge(comm: Comm, way: str, instead=None) -> tuple[str, int | None]:
     return "", None
 
 
+@pytest.mark.parametrize("mesh", ["pipe", "shm"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_rank_learns_that_one_disagrees(way: str) -> None:
+def test_every_rank_learns_that_one_disagrees(way: str, mesh: str) -> None:
     start = time.monotonic()
-    ranks = in_threads(4, diverge, way)
+    ranks = in_threads(4, diverge, way, mesh=MESHES[mesh])
     assert time.monotonic() - start < 2
     for rank, (said, blamed) in enumerate(ranks):
         if rank == ODD and not said:
@@ -98,9 +99,10 @@ def misname_the_source(comm: Comm) -> str:
     return ""
 
 
-def test_where_nobody_sends_the_board_tells() -> None:
+@pytest.mark.parametrize("mesh", ["pipe", "shm"])
+def test_where_nobody_sends_the_board_tells(mesh: str) -> None:
     start = time.monotonic()
-    for said in in_threads(2, misname_the_source):
+    for said in in_threads(2, misname_the_source, mesh=MESHES[mesh]):
         assert "rank 0: broadcast #1 (src 1)" in said
         assert "rank 1: broadcast #1 (src 0)" in said
         assert "against the rest" not in said, "of two, neither is the odd one out"
@@ -118,8 +120,9 @@ def enter_later(comm: Comm) -> str:
     return ""
 
 
-def test_a_rank_that_comes_later_is_told_at_once() -> None:
-    said = in_threads(4, enter_later)
+@pytest.mark.parametrize("mesh", ["pipe", "shm"])
+def test_a_rank_that_comes_later_is_told_at_once(mesh: str) -> None:
+    said = in_threads(4, enter_later, mesh=MESHES[mesh])
     assert said[3].startswith(
         "rank 3 calls all_reduce #1 (float64[7], sum): the ranks are not in the same call"
     )
@@ -257,8 +260,9 @@ def waits_for_a_busy_rank(comm: Comm) -> tuple[str, int | None]:
     return "", None
 
 
-def test_an_operations_own_limit_names_who_holds_it_up() -> None:
-    ranks = in_threads(3, waits_for_a_busy_rank)
+@pytest.mark.parametrize("mesh", ["pipe", "shm"])
+def test_an_operations_own_limit_names_who_holds_it_up(mesh: str) -> None:
+    ranks = in_threads(3, waits_for_a_busy_rank, mesh=MESHES[mesh])
     said, blamed = ranks[0]
     assert said.startswith("rank 0 is in barrier #1, waiting for a message from rank 2, longer")
     assert "rank 2 not done, and others wait" in said

@@ -25,21 +25,33 @@ OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "-c", os.devnull]
 DETECTORS = {
     "the header of a chunk": (
         "port.py",
-        "if not self._scratch.startswith(self._head):",
+        "if not self._scratch.startswith(self.head):",
         "if False:",
-        "test_desync.py::test_every_rank_learns_that_one_disagrees[another dtype]",
+        "test_desync.py::test_every_rank_learns_that_one_disagrees[another dtype-pipe]",
     ),
     "the header of a whole array": (
         "port.py",
-        "if mine._replace(**{field: getattr(theirs, field) for field in self._free}) != theirs:",
+        "if mine._replace(**free) != theirs:",
         "if False:",
         "test_port.py::test_arrays_that_travel_whole_must_agree_where_they_can[gather_dtypes]",
     ),
     "the header of a message that is too short": (
         "port.py",
-        "if partly and not self._scratch.startswith(self._head):",
+        "if partly and not self._scratch.startswith(self.head):",
         "if False:",
         "test_port.py::test_a_message_that_is_too_short_is_told_by_its_header",
+    ),
+    "the header on a card in shared memory": (
+        "segment.py",
+        "if memory[card + 8 : card + 8 + size] != head:",
+        "if False:",
+        "test_desync.py::test_every_rank_learns_that_one_disagrees[another dtype-shm]",
+    ),
+    "a peer that is gone, in shared memory": (
+        "segment.py",
+        "            if gone:\n",
+        "            if False:\n",
+        "test_shm.py::test_a_rank_that_hangs_up_is_noticed",
     ),
     "the alarm, for a rank that waits": (
         "port.py",
@@ -51,31 +63,31 @@ DETECTORS = {
         "port.py",
         "        if self._alarm[0]:\n",
         "        if False:\n",
-        "test_desync.py::test_a_rank_that_comes_later_is_told_at_once",
+        "test_desync.py::test_a_rank_that_comes_later_is_told_at_once[pipe]",
     ),
     "the board, where nobody sends": (
         "port.py",
         "if self._alarm[0] or diagnosis.dispute(entries):",
         "if self._alarm[0]:",
-        "test_desync.py::test_where_nobody_sends_the_board_tells",
+        "test_desync.py::test_where_nobody_sends_the_board_tells[pipe]",
     ),
     "calls of the same number": (
         "diagnosis.py",
         "_same_number(entries) or ",
         "",
-        "test_desync.py::test_where_nobody_sends_the_board_tells",
+        "test_desync.py::test_where_nobody_sends_the_board_tells[pipe]",
     ),
     "an early return": (
         "diagnosis.py",
         "_returned(entries) or ",
         "",
-        "test_desync.py::test_every_rank_learns_that_one_disagrees[an early return]",
+        "test_desync.py::test_every_rank_learns_that_one_disagrees[an early return-pipe]",
     ),
     "a message that will not come": (
         "diagnosis.py",
         "_missed(entries) or ",
         "",
-        "test_desync.py::test_every_rank_learns_that_one_disagrees[a recv from afar]",
+        "test_desync.py::test_every_rank_learns_that_one_disagrees[a recv from afar-pipe]",
     ),
     "a message that was refused": (
         "diagnosis.py",
@@ -100,7 +112,7 @@ DETECTORS = {
         "port.py",
         "if limit is None or now - self._since < limit:",
         "if True:",
-        "test_desync.py::test_an_operations_own_limit_names_who_holds_it_up",
+        "test_desync.py::test_an_operations_own_limit_names_who_holds_it_up[pipe]",
     ),
     "the circle": (
         "diagnosis.py",

@@ -144,7 +144,7 @@ steps = st.tuples(
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     world=st.integers(1, 4),
     program=st.lists(st.tuples(steps, st.booleans()), max_size=12),

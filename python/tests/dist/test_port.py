@@ -151,8 +151,8 @@ def refuses(comm: Comm) -> str:
         return ""
     try:
         with comm._port.operation("recv", root=0):
-            frame.number(comm._port._head, 0, 9)  # it waits for the ninth
-            comm._port._slot.enter(comm._port._head)
+            frame.number(comm._port.head, 0, 9)  # it waits for the ninth
+            comm._port._slot.enter(comm._port.head)
             comm._port.receive(0)
     except DesyncError as error:
         return str(error)

@@ -12,6 +12,9 @@ import pytest
 import ol
 from ol import catalogue, report
 from ol.cli import main
+from ol.desk import RedSuiteError
+from ol.grading import Grade
+from ol.runner import Result
 
 ROOT = Path(__file__).parents[3]
 MODULE = catalogue.module("L11.2")
@@ -65,6 +68,16 @@ def test_where_a_process_hangs_is_said_in_words() -> None:
     assert report.where(main_process) == "the process of the tests is in recv, comm.py:42"
     silent = {"pid": 7, "state": "stopped"}
     assert "process 7 did not answer; the system says it is stopped" in report.where(silent)
+
+
+def test_names_of_tests_are_no_markup(capsys) -> None:
+    odd = "test_x.py::test_a[/x-[bold]]"
+    failure = Result(odd, "failed", message="[/red] no [markup]")
+    red = RedSuiteError("2 tests fail", [failure, failure])
+    report.grade(Grade(MODULE, "mutate", red=red), False, None)
+    said = capsys.readouterr().out
+    assert said.count("test_a[/x-[bold]]") == 2
+    assert "[/red] no [markup]" in said
 
 
 def test_ol_imports_no_tinyllm() -> None:

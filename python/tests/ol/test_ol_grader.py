@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -180,3 +181,74 @@ def test_a_worker_that_cannot_start_is_no_verdict(tmp_path: Path, monkeypatch) -
     runner = Runner(["pytest"], 1)
     with grader(tmp_path, runner=runner) as toy, pytest.raises(RunnerError):
         toy.baseline(REFERENCE)
+
+
+def test_a_test_that_needs_another_one_is_found_before_it_judges(tmp_path: Path) -> None:
+    needy = "SEEN = []\n" + SUITE + "    SEEN.append(1)\n\n\ndef test_needy():\n    assert SEEN\n"
+    with grader(tmp_path, needy) as toy:
+        base = toy.baseline(REFERENCE)
+        assert base.failed == []
+        [failure] = toy.out_of_order(REFERENCE, base)
+    assert failure.test == "test_toy.py::test_needy"
+
+
+def test_what_a_fixture_computed_for_an_earlier_test_still_counts(tmp_path: Path) -> None:
+    shared = (
+        "import pytest\nfrom toy.core import double\n\n\n"
+        "@pytest.fixture(scope='module')\ndef six():\n    return double(3)\n\n\n"
+        "def test_first(six):\n    assert six\n\n\ndef test_second(six):\n    assert six == 6\n"
+    )
+    wrong = changed("2 * x", "3 * x")
+    subject = Subject(wrong.id, wrong.source, frozenset(_lines(wrong)))
+    with grader(tmp_path, shared) as toy:
+        [verdict] = toy.judge("fixture", [subject], toy.baseline(REFERENCE))
+    assert verdict.test == "test_toy.py::test_second"
+    assert verdict.reached == ("test_toy.py::test_first",)
+
+
+ODD = {
+    "ranks that print more than a pipe holds": (
+        "    pipe.send((rank, double(rank)))",
+        "    print('x' * 300_000, flush=True)\n    pipe.send((rank, double(rank)))",
+        "survived",
+    ),
+    "a rank that kills its group": (
+        "    pipe.send((rank, double(rank)))",
+        "    import os; os.killpg(0, 9)",
+        "killed",
+    ),
+    "an exit at the import": ("import multiprocessing\n", "import os; os._exit(0)\n", "killed"),
+    "temporary files": (
+        "    return 2 * x",
+        "    import tempfile; tempfile.mkstemp(prefix='left-by-a-test'); return 2 * x",
+        "survived",
+    ),
+}
+
+
+def test_odd_programs_harm_neither_the_grader_nor_the_machine(tmp_path: Path) -> None:
+    subjects = [changed(old, new, name) for name, (old, new, _) in ODD.items()]
+    with grader(tmp_path) as toy:
+        base = toy.baseline(REFERENCE)
+        verdicts = toy.judge("odd", subjects, base)
+    assert {v.subject.id: v.status for v in verdicts} == {n: odd[2] for n, odd in ODD.items()}
+    assert not list(Path(tempfile.gettempdir()).glob("left-by-a-test*"))
+
+
+def test_what_failed_on_a_right_solution_is_tried_again(tmp_path: Path) -> None:
+    trouble = tmp_path / "trouble"
+    suite = f"from os.path import exists\n{SUITE}\n\ndef test_b():\n"
+    suite += f"    assert not exists({str(trouble)!r})\n"
+    trouble.touch()
+    with grader(tmp_path, suite) as toy:
+        assert [r.test for r in toy.baseline(REFERENCE).failed] == ["test_toy.py::test_b"]
+    trouble.unlink()
+    with grader(tmp_path, suite) as toy:
+        assert toy.baseline(REFERENCE).failed == []
+
+
+def test_a_baseline_goes_on_after_a_test_that_ends_its_process(tmp_path: Path) -> None:
+    with grader(tmp_path, "def test_exit():\n    import os; os._exit(0)\n" + SUITE) as toy:
+        base = toy.baseline(REFERENCE)
+    assert [r.test for r in base.failed] == ["test_toy.py::test_exit"]
+    assert len(base.passed) == 3

@@ -34,19 +34,20 @@ def test_start_writes_packages_stub_and_example(tmp_path: Path) -> None:
     told = workspace.start(MODULE, tmp_path / "new", force=False)
     files = sorted(p.relative_to(tmp_path / "new") for p in tmp_path.rglob("*") if p.is_file())
     assert [str(f) for f in files] == [
+        "python/tests/l11-2-comm/conftest.py",
         "python/tests/l11-2-comm/test_example.py",
         "python/tinyllm/__init__.py",
         "python/tinyllm/dist/__init__.py",
         "python/tinyllm/dist/comm.py",
     ]
-    assert [line.split()[0] for line in told] == ["wrote"] * 4
+    assert [line.split()[0] for line in told] == ["wrote"] * 5
 
 
 def test_start_again_changes_nothing(tmp_path: Path) -> None:
     workspace.start(MODULE, tmp_path, force=False)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.py")}
     assert [line.split()[0] for line in workspace.start(MODULE, tmp_path, force=False)] == (
-        ["kept"] * 4
+        ["kept"] * 5
     )
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.py")} == before
 

@@ -105,3 +105,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_atomically(path, "new \ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_test_that_comes_from_elsewhere_depends_on_all(tmp_path: Path) -> None:
+    base = "class TestBase:\n    def test_x(self):\n        assert 1\n"
+    (tmp_path / "test_y.py").write_text(base + "class TestMore(TestBase): ...\n")
+    (tmp_path / "test_z.py").write_text("from test_y import *\n")
+    tests = ["test_y.py::TestBase::test_x", "test_y.py::TestMore::test_x", "test_z.py::TestBase"]
+    before = [Suite(tmp_path).key(test) for test in tests]
+    (tmp_path / "test_y.py").write_text(base.replace("assert 1", "assert 2"))
+    assert all(a != Suite(tmp_path).key(t) for a, t in zip(before, tests, strict=True))

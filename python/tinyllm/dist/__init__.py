@@ -6,6 +6,8 @@
     algorithms   all-reduce by a tree, by doubling, by halving, naively
     nonblocking  the collectives again, in futures
     tcp          tcp_mesh: the same over TCP on loopback
+    shm          shm_mesh: the same through shared memory
+      segment      that memory, and how the ranks meet in it
     comm         the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
       launch       start processes, wait for any, end them
         verdict      what went wrong, in words
@@ -37,6 +39,7 @@ from tinyllm.dist.errors import (
     RankError,
 )
 from tinyllm.dist.launch import cores
+from tinyllm.dist.shm import shm_mesh
 from tinyllm.dist.tcp import tcp_mesh
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "cores",
     "nonblocking",
     "pipe_mesh",
+    "shm_mesh",
     "spawn",
     "tcp_mesh",
 ]

@@ -10,11 +10,9 @@ steps, each step moving one chunk of n/p entries to the right:
     reduce-scatter   every rank adds its part to what passes; rank r ends with chunk r summed
     all-gather       the finished chunks walk on until everyone has them all
 
-so that each rank sends 2 (p - 1)/p · n entries, whatever p is: no all-reduce can send less
-(Patarasuk and Yuan, JPDC 2009).
+so that each rank sends 2 (p - 1)/p · n entries, the least that is possible (Patarasuk, Yuan 2009).
 
-How messages travel (port), what arrays may be (arrays) and how processes live and die (launch)
-stand in rooms of their own beside this file.
+Beside it stand: how messages travel (port), what arrays may be (arrays), how ranks live (launch).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from itertools import combinations, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from tinyllm.dist import arrays, launch, preflight
 from tinyllm.dist.arrays import Array
@@ -65,8 +63,11 @@ class Comm:
         self.bytes_sent = 0
         self.timeout: float | None = None  # seconds that one operation may wait for a peer
         self._port, port.limit = port, lambda: self.timeout
-        self._left = (self.rank - 1) % self.world
-        self._right = (self.rank + 1) % self.world
+        self._left, self._right = (self.rank - 1) % self.world, (self.rank + 1) % self.world
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = float) -> Array:
+        """Return a fresh array; over shared memory one that all_reduce can use where it lies."""
+        return np.empty(shape, dtype)
 
     # -- between two ranks -----------------------------------------------------------------------
 
@@ -234,10 +235,9 @@ def spawn(
     """Run ``fn(comm, *args)`` in ``world`` new processes; return their results by rank.
 
     ``fn`` must be importable by name: each process is a fresh interpreter (with "forkserver", a
-    fork of a clean one).  The first rank that raises ends the whole run: RankError with its
-    traceback.  RankDied for a rank that ended without returning; CommTimeout, a TimeoutError,
-    where ``timeout`` seconds (None: no limit) did not suffice.  Nothing is left running.  A rank
-    has cores // world BLAS threads, but at least 1, unless the environment says otherwise.
+    fork of a clean one).  The first rank that raises ends the run: RankError with its traceback.
+    RankDied for one that ended without returning; CommTimeout, a TimeoutError, after ``timeout``
+    seconds (None: no limit).  A rank has cores // world BLAS threads, or as the environment says.
     """
     job = preflight.checked_job(fn, world, args, timeout, method)
     results: list[Any] = [None] * job.world

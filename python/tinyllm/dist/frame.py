@@ -23,7 +23,8 @@ import numpy as np
 
 from tinyllm.dist.errors import FrameError
 
-OPS = ("send", "recv", "reduce_scatter", "all_gather", "all_reduce", "broadcast", "barrier")
+COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "barrier", "empty")
+OPS = ("send", "recv", *COLLECTIVES)
 REDOPS = ("", "sum", "mean")
 MAX_NDIM = 64
 MAX_BYTES = 1 << 40  # a terabyte in one message is a broken header, not a message
@@ -58,6 +59,11 @@ class Frame(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the array that the header describes."""
         return self.dtype.itemsize * math.prod(self.shape) if self.dtype else 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the packed header that say something: the rest is for more dimensions."""
+        return _FIXED.size + _SHAPE[len(self.shape)].size
 
     def pack(self) -> bytearray:
         """The header's ``SIZE`` bytes."""

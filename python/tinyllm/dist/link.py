@@ -12,6 +12,7 @@ system reports a lost peer becomes PeerLost here, and nowhere else.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import time
@@ -112,6 +113,35 @@ class Link:
             if not moved:
                 self._owner.waiting(self.peer, sending=False, done=got)
             got += moved
+
+    def send_descriptor(self, head: Buffer, fd: int) -> None:
+        """Send ``head``, and with it a descriptor of the open file ``fd``."""
+        while True:
+            try:
+                socket.send_fds(self._socket, [head], [fd])
+                return
+            except OSError as error:
+                self._check(error, "while sending to it")
+            self._owner.waiting(self.peer, sending=True, done=0)
+
+    def recv_descriptor(self, size: int) -> tuple[bytes, int]:
+        """The ``size`` bytes that ``send_descriptor`` sent, and the descriptor; -1 without one."""
+        while True:
+            try:
+                head, fds, *_ = socket.recv_fds(self._socket, size, 1)
+                break
+            except OSError as error:
+                self._check(error, "between messages")
+            self._owner.waiting(self.peer, sending=False, done=0)
+        if not head:
+            raise self._owner.lost(self.peer, "it closed the connection between messages")
+        return head, fds[0] if fds else -1
+
+    def has_hung_up(self) -> bool:
+        """Whether the peer has closed its end, all of it read or not."""
+        poll = select.poll()
+        poll.register(self._socket, 0)  # a hang-up is told without asking for it
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Close the channel: the peer reads what was sent, then the end of the stream."""

@@ -8,6 +8,7 @@ message can be trusted.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ Room = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 PIECE = 1 << 19  # bytes that are added at a time, while they are in the cache and more arrive
 
-_HEADERS = 256  # packed headers that a port remembers
+_NOTHING = np.empty(0, np.uint8)
+_CALLS = 256  # that a port remembers
 
 # Operations whose messages carry an array each, under a header of its own, and what of that header
 # the receiver cannot know beforehand.  In all others the messages carry chunks of one array.
@@ -68,6 +70,20 @@ class Ends:
                 channel.close()
 
 
+class Call:
+    """An operation on arrays of one kind: its header, packed once, and how its messages travel."""
+
+    def __init__(self, what: Frame) -> None:
+        self.op, self.root = what.op, what.root
+        self.head = what.pack()
+        self.size = what.size  # bytes of the header that say something
+        self.counts = not what.is_collective  # messages per peer, not collectives
+        self.whole = what.op in _FREE
+        self.chunked = what.dtype is not None and not self.whole
+        free = what.dtype is None or what.op == "all_gather"
+        self.free = _FREE.get(what.op, ()) if free else ()
+
+
 class Port:
     """The links of one rank, and the operation that it is in."""
 
@@ -89,8 +105,9 @@ class Port:
         self._memory = memoryview(self._scratch)
         self._head_in = self._memory[: frame.SIZE]
         self._pieces: dict[np.dtype[Any], Array] = {}  # the scratch's payload, by dtype
-        self._headers: dict[tuple[Any, ...], bytearray] = {}
-        self._head = Frame("barrier", 0).pack()
+        self._calls: dict[tuple[Any, ...], Call] = {}
+        self.call = Call(Frame("barrier", 0))
+        self.head = self.call.head
         self._busy = threading.Lock()
         self._failure: BaseException | None = None
         self._failed = ""  # what failed first
@@ -104,19 +121,37 @@ class Port:
 
         ``root`` is broadcast's source, and the other rank in send and recv.
         """
-        self._enter(op)
+        return self.begin(self.known(op, x, redop, root))
+
+    def known(self, op: str, x: Array | None, redop: str = "", root: int = -1) -> Call:
+        """The operation's ``Call``, made when it is first seen: training repeats a few of them."""
+        dtype, shape = (None, ()) if x is None else (x.dtype, x.shape)
+        key = (op, dtype, shape, redop, root)
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) == _CALLS:
+                self._calls.clear()
+            call = self._calls[key] = Call(Frame(op, 0, dtype, shape, redop, root))
+        return call
+
+    def begin(self, call: Call) -> Port:
+        """Begin an operation whose ``Call`` is at hand."""
+        if self.queue is not None:
+            self.queue.give_way(call.op)
+        if not self._busy.acquire(False):
+            raise self._is_busy(call.op)
+        if self._failure is not None:
+            self._busy.release()
+            raise self._is_broken(call.op) from self._failure
         nth = 0
-        if op in ("send", "recv"):
-            counts = self._slot.sent if op == "send" else self._slot.received
-            nth = counts[root] = counts[root] + 1
+        if call.counts:
+            counts = self._slot.sent if call.op == "send" else self._slot.received
+            nth = counts[call.root] = counts[call.root] + 1
         else:
             self._seq += 1
-        self._whole = op in _FREE
-        self._chunked = x is not None and not self._whole
-        self._free = _FREE.get(op, ()) if x is None or op == "all_gather" else ()
-        self._head = self._header(op, x, redop, root)
-        frame.number(self._head, self._seq, nth)
-        self._slot.enter(self._head)
+        self.call, self.head = call, call.head
+        frame.number(call.head, self._seq, nth)
+        self._slot.enter(call.head)
         self._since = 0.0  # when the operation began to wait, if it did
         if self._alarm[0]:
             error = self._desync(f"rank {self.rank} calls {self._frame}")
@@ -124,37 +159,23 @@ class Port:
             raise error
         return self
 
-    def _header(self, op: str, x: Array | None, redop: str, root: int) -> bytearray:
-        """The operation's header, packed when it is first seen: training repeats a few of them."""
-        dtype, shape = (None, ()) if x is None else (x.dtype, x.shape)
-        call = (op, dtype, shape, redop, root)
-        head = self._headers.get(call)
-        if head is None:
-            if len(self._headers) == _HEADERS:
-                self._headers.clear()
-            head = self._headers[call] = Frame(op, 0, dtype, shape, redop, root).pack()
-        return head
-
     @property
     def _frame(self) -> Frame:
-        return frame.unpack(self._head)
+        return frame.unpack(self.head)
 
-    def _enter(self, op: str) -> None:
-        if self.queue is not None:
-            self.queue.give_way(op)
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"rank {self.rank}: {op} was called while another thread is in {self._frame};"
-                " a Comm serves one thread at a time"
-            )
-        if self._failure is not None:
-            self._busy.release()
-            raise CommError(
-                f"rank {self.rank}: {op} on a Comm that is broken since {self._failed} failed:"
-                f" {self._failure}",
-                rank=self.rank,
-                op=op,
-            ) from self._failure
+    def _is_busy(self, op: str) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.rank}: {op} was called while another thread is in {self._frame};"
+            " a Comm serves one thread at a time"
+        )
+
+    def _is_broken(self, op: str) -> CommError:
+        return CommError(
+            f"rank {self.rank}: {op} on a Comm that is broken since {self._failed} failed:"
+            f" {self._failure}",
+            rank=self.rank,
+            op=op,
+        )
 
     def __enter__(self) -> Port:
         return self
@@ -188,10 +209,10 @@ class Port:
 
         An empty chunk of an array does not travel: its receiver knows that it is empty.
         """
-        if self._chunked and not x.size:
+        if self.call.chunked and not x.size:
             return
-        head = self._head
-        if self._whole:
+        head = self.head
+        if self.call.whole:
             head = self._frame._replace(dtype=x.dtype, shape=x.shape).pack()
             x = x.reshape(-1)
         self._links[dst].send(head, x)
@@ -205,14 +226,14 @@ class Port:
         where ``room(shape, dtype)`` makes room for it.
         """
         link = self._links[src]
-        if self._whole:
+        if self.call.whole:
             return self._receive_whole(src, link, room)
         assert into is not None
-        if self._chunked and not into.size:
+        if self.call.chunked and not into.size:
             return into
         if add is None:
             link.recv_into(frame.SIZE + into.nbytes, self._head_in, into)
-            if not self._scratch.startswith(self._head):
+            if not self._scratch.startswith(self.head):
                 raise self._refusal(src)
         else:
             self._receive_sum(src, link, into, add)
@@ -229,7 +250,7 @@ class Port:
         stop = n if n < size else size
         end = frame.SIZE + stop * into.itemsize  # the header comes along with the first piece
         link.recv_into(end, self._memory[:end])
-        if not self._scratch.startswith(self._head):
+        if not self._scratch.startswith(self.head):
             raise self._refusal(src)
         if stop == n:  # often that is all
             np.add(pieces[:n], add, out=into)
@@ -250,6 +271,39 @@ class Port:
             link.recv_into(x.nbytes, x.reshape(-1))
         return x
 
+    # -- for ranks that share memory ------------------------------------------------------------
+
+    def nod(self, peer: int) -> None:
+        """Send the operation's header, and nothing else."""
+        self._links[peer].send(self.head, _NOTHING)
+
+    def await_nod(self, peer: int) -> None:
+        """Wait for the header that ``nod`` sends."""
+        self._links[peer].recv_into(frame.SIZE, self._head_in)
+        if not self._scratch.startswith(self.head):
+            self._agreed(peer)
+
+    def agree(self, peer: int, head: bytes) -> None:
+        """DesyncError unless ``head``, which ``peer`` shows, belongs to the call we are in."""
+        self._head_in[:] = head.ljust(frame.SIZE, b"\0")
+        self._agreed(peer)
+
+    def hand_out(self, fd: int) -> int:
+        """Rank 0's descriptor ``fd`` on all ranks, each with one of its own."""
+        if self.rank == 0:
+            for link in filter(None, self._links):
+                link.send_descriptor(self.head, fd)
+            return fd
+        head, fd = self._links[0].recv_descriptor(frame.SIZE)
+        self.agree(0, head)
+        if fd < 0:
+            raise OSError(errno.EMFILE, "no descriptor is left for an array; see ulimit -n")
+        return fd
+
+    def has_hung_up(self, peer: int) -> bool:
+        """Whether ``peer`` has closed its end."""
+        return bool(self._links[peer].has_hung_up())
+
     # -- agreement -----------------------------------------------------------------------------
 
     def _agreed(self, src: int) -> Frame:
@@ -257,7 +311,10 @@ class Port:
         mine, theirs = self._frame, frame.unpack(self._scratch)
         if mine.op == "recv":
             mine = mine._replace(op="send", root=self.rank)
-        if mine._replace(**{field: getattr(theirs, field) for field in self._free}) != theirs:
+        if mine.op == "broadcast" and theirs.dtype is None:  # it takes whatever array comes
+            mine = mine._replace(dtype=None, shape=())
+        free = {field: getattr(theirs, field) for field in self.call.free}
+        if mine._replace(**free) != theirs:
             raise self._refusal(src)
         return theirs
 
@@ -286,8 +343,8 @@ class Port:
     def waiting(self, peer: int, *, sending: bool, done: int) -> None:
         """A link moved nothing for a while: say so on the board, and look whether all is well."""
         self._slot.mark(boards.SENDING if sending else boards.RECEIVING, peer)
-        partly = not sending and not self._whole and done >= frame.SIZE
-        if partly and not self._scratch.startswith(self._head):
+        partly = not sending and not self.call.whole and done >= frame.SIZE
+        if partly and not self._scratch.startswith(self.head):
             raise self._refusal(peer)  # it may be shorter than ours, and the rest will not come
         entries = self._board.read()
         if self._alarm[0] or diagnosis.dispute(entries):

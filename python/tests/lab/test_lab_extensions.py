@@ -182,15 +182,15 @@ def test_an_exit_is_noticed_by_all_and_blamed_on_one(run):
 
 
 def test_a_silent_rank_is_blamed_by_all_when_they_have_waited(run):
-    code, out, err = run("ext3_failure.py", "--how", "silent", "--timeout", "0.8").outcome()
+    code, out, err = run("ext3_failure.py", "--how", "silent", "--timeout", "1.2").outcome()
     assert (code, err) == (0, "")
-    stopped, hang, said = (part.splitlines() for part in out.split("\n\n")[:3])
-    assert stopped == ["rank 2: SIGSTOP"]
-    assert re.fullmatch(r"0\.\d s later, every connection is open and nobody moves:", hang[0])
+    lines = out.splitlines()
+    assert "rank 2: SIGSTOP" in lines
+    assert re.search(r"^\d\.\d s later, every connection is open and nobody moves:$", out, re.M)
     where = "is in all_reduce #3 (float64[100000], sum)"
-    assert hang[3] == f"  rank 2 {where}"
-    assert hang[4] == f"  rank 3 {where}, waiting for a message from rank 2"
-    found = [LINE.match(line).groups() for line in said]
+    assert f"  rank 2 {where}" in lines
+    assert f"  rank 3 {where}, waiting for a message from rank 2" in lines
+    found = [line.groups() for line in map(LINE.match, lines) if line]
     assert sorted(who for who, *_ in found) == ["0", "1", "3"]
     assert {whom for _, whom, *_ in found} == {"2"}
     assert "CommTimeout" in {kind for *_, kind, _ in found}

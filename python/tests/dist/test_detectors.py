@@ -174,14 +174,13 @@ def run_without(name: str, folder: Path) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     try:
         said, _ = run.communicate(timeout=60)
     finally:
         for process in psutil.process_iter():  # without a detector, ranks may stay behind
-            with suppress(ProcessLookupError, psutil.Error):
-                if os.getsid(process.pid) == run.pid:
+            with suppress(psutil.Error):
+                if str(folder) in process.environ().get("PYTHONPATH", ""):
                     process.kill()
     return run.returncode, said
 

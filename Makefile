@@ -19,8 +19,8 @@ bench-peers: .venv/cli  ## all_reduce beside MPICH, Open MPI and gloo (minutes; 
 	-$(MAKE) --no-print-directory --keep-going $(PEERS)
 	$(BIN)/python python/tests/bench/peers.py $(BENCH)
 
-test: .venv/dev  ## every test (about two minutes on two cores)
-	$(BIN)/pytest -q
+test: .venv/dev  ## every test (three to four minutes on two cores)
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 check: .venv/dev  ## format, lint, types, import rule, contract
 	$(BIN)/ruff format --check python course

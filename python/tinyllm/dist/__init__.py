@@ -27,7 +27,11 @@ The import rule: a module imports only from below itself in this list, and nobod
 anything but this face and ``tinyllm.dist.comm``.  A test walks the imports.
 """
 
-from tinyllm.dist import algorithms, nonblocking
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh, spawn
 from tinyllm.dist.errors import (
     CommError,
@@ -39,8 +43,11 @@ from tinyllm.dist.errors import (
     RankError,
 )
 from tinyllm.dist.launch import cores
-from tinyllm.dist.shm import shm_mesh
-from tinyllm.dist.tcp import tcp_mesh
+
+if TYPE_CHECKING:
+    from tinyllm.dist import algorithms, nonblocking
+    from tinyllm.dist.shm import shm_mesh
+    from tinyllm.dist.tcp import tcp_mesh
 
 __all__ = [
     "Comm",
@@ -60,3 +67,14 @@ __all__ = [
     "spawn",
     "tcp_mesh",
 ]
+
+# Each rank imports this face; loading these rooms would take it as long as all the others together.
+_LATER = {"algorithms": "", "nonblocking": "", "shm_mesh": "shm", "tcp_mesh": "tcp"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load one of those rooms when it is first asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = import_module(f"{__name__}.{_LATER[name] or name}")
+    return getattr(room, name) if _LATER[name] else room

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,10 @@ from ol.verdicts import Verdicts
 from ol.workspace import Workspace
 
 COURSE_LIMIT = 10.0  # seconds for a course test; most take a tenth of one, one waits for six
+
+
+BACKWARDS = "the reference, the last test first"
+Trials = dict[str, "Future[list[Result]]"]
 
 
 class RedSuiteError(Exception):
@@ -71,29 +76,36 @@ class Desk:
             if base.failed[0].outcome == "broken":
                 told = f"a file of your tests cannot be used with the reference ({where})"
             raise RedSuiteError(f"{told}, which is right: they can judge nothing yet", base.failed)
-        if failures := self.own.out_of_order(self.reference, base) if base.passed else []:
-            raise RedSuiteError(
-                f"{len(failures)} of your tests pass on the reference only after others: each test"
-                " is run alone as well, and must not need what another one left",
-                failures,
-            )
         if not base.passed:
             what = "skips all its tests" if base.tests else "has no test in it"
             raise RedSuiteError(f"{where} {what}: there is nothing to grade", [])
         return base
 
-    def on_other_solutions(self, base: Baseline) -> list[str]:
-        """The other right solutions; RedSuiteError where a test fails on one of them."""
-        found = wheats.wheats(self.workspace.module, self.reference.source)
-        tried = self.runner.map(lambda subject: self.own.on_another(subject, base), found.values())
-        for name, failures in zip(found, tried, strict=True):
+    def try_other_solutions(self, base: Baseline) -> Trials:
+        """Begin to run the learner's tests on other right solutions, and backwards."""
+        submit, own = self.runner.submit, self.own
+        trials: Trials = {BACKWARDS: submit(own.out_of_order, self.reference, base)}
+        for name, subject in wheats.wheats(self.workspace.module, self.reference.source).items():
+            trials[name] = submit(own.on_another, subject, base)
+        return trials
+
+    def other_solutions(self, trials: Trials) -> list[str]:
+        """The other right solutions, once all is well; RedSuiteError where a test fails."""
+        for name, trial in trials.items():
+            failures = trial.result()
+            if failures and name == BACKWARDS:
+                raise RedSuiteError(
+                    f"{len(failures)} of your tests pass on the reference only after others: each"
+                    " test is run alone as well, and must not need what another one left",
+                    failures,
+                )
             if failures:
                 raise RedSuiteError(
                     f"{len(failures)} of your tests pass on the reference but fail on {name}:"
                     " they insist on something that the contract does not promise",
                     failures,
                 )
-        return list(found)
+        return [name for name in trials if name != BACKWARDS]
 
     def pitfalls(self) -> list[Pitfall]:
         """The course's faults."""

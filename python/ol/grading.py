@@ -30,14 +30,23 @@ class Grade:
     others: list[str] = field(default_factory=list)  # right solutions that the tests pass on, too
     pitfalls: list[Verdict] = field(default_factory=list)
     mutants: list[Verdict] = field(default_factory=list)
-    equivalent: int = 0
-    of: int = 0  # mutants that there are, without the equivalent ones
+    every: list[Mutant] = field(default_factory=list)  # the equivalent ones, too
     red: RedSuiteError | None = None  # why there is no score
     not_run: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)  # tests that were never the first to notice
     method: str = ""
     seconds: float = 0.0
     may_show: bool = False  # the learner's own code passes, so that code of ours may be shown
+
+    @property
+    def equivalent(self) -> int:
+        """Mutants that no test can notice."""
+        return sum(bool(mutant.equivalent) for mutant in self.every)
+
+    @property
+    def of(self) -> int:
+        """Mutants that can be noticed."""
+        return len(self.every) - self.equivalent
 
     @property
     def score(self) -> float:
@@ -124,7 +133,9 @@ def _baseline(desk: Desk, grade: Grade) -> Baseline | None:
         base = desk.own_baseline()
         grade.own_tests, grade.method = len(base.passed), base.method
         grade.skipped = [t for t, r in base.results.items() if r["outcome"] == "skipped"]
-        grade.others = desk.on_other_solutions(base)
+        trials = desk.try_other_solutions(base)
+        grade.every = desk.mutants()  # while those run
+        grade.others = desk.other_solutions(trials)
         return base
     except RedSuiteError as error:
         grade.red = error
@@ -134,11 +145,9 @@ def _baseline(desk: Desk, grade: Grade) -> Baseline | None:
 
 def _judge_suite(desk: Desk, grade: Grade, base: Baseline, sample: int | None) -> None:
     begun = time.monotonic()
-    every = desk.mutants()
-    judged = [mutant for mutant in every if not mutant.equivalent]
-    grade.of, grade.equivalent = len(judged), len(every) - len(judged)
+    judged = [mutant for mutant in grade.every if not mutant.equivalent]
     if sample is not None:
-        judged = mutants.sample(every, sample)
+        judged = mutants.sample(grade.every, sample)
     grade.pitfalls = desk.own.judge("pitfalls", desk.pitfalls(), base)
     grade.mutants = desk.own.judge("mutants", judged, base)
     first = {_function(verdict.test) for verdict in (*grade.pitfalls, *grade.mutants)}

@@ -21,6 +21,7 @@ PATIENCE = 1.0  # seconds that every test has, at least
 SLACK = 5.0  # times as long as on the reference
 UNKNOWN = 30.0  # seconds for a test that has not been measured
 LESS = 5.0  # seconds, once another one has not ended
+LATE = "late"  # a verdict that is yet to be confirmed
 KILLS = {"failed", "broken", "timeout"}
 SAID = 2000  # characters of a failure that are kept
 
@@ -179,7 +180,7 @@ class Grader:
         """The verdict on each subject, in their order."""
         done = 0
 
-        def one(subject: Subject) -> Verdict | None:
+        def one(subject: Subject) -> Verdict:
             nonlocal done
             verdict = self._judge(subject, base)
             with self._lock:
@@ -190,7 +191,7 @@ class Grader:
         self._progress(what, 0, len(subjects))
         try:
             first = self._runner.map(one, subjects)
-            found = [v or self._confirm(s, base) for s, v in zip(subjects, first, strict=True)]
+            found = [self._confirmed(v, base) if v.status == LATE else v for v in first]
         finally:
             self._verdicts.save()
         return found
@@ -199,8 +200,8 @@ class Grader:
         """Drop the results of tests that are no longer there."""
         self._verdicts.keep({self._suite.key(test) for test in base.tests})
 
-    def _judge(self, subject: Subject, base: Baseline, confirm: bool = False) -> Verdict | None:
-        """Run the tests that can notice, until one does; None for a timeout to be confirmed."""
+    def _judge(self, subject: Subject, base: Baseline) -> Verdict:
+        """Run the tests that can notice, until one does, or does not end in time."""
         reached, affected = base.reaching(subject), base.affected(subject)
         known = self._verdicts.known(subject.digest)
         for test in affected:
@@ -210,22 +211,28 @@ class Grader:
         todo = self._promising(subject, unknown, reached, base)
         if not todo:
             return Verdict(subject, "survived", reached=tuple(reached))
-        limits = tuple((test, base.limits[test] * (2 if confirm else 1)) for test in todo)
+        limits = tuple((test, base.limits[test]) for test in todo)
         run = self._run(subject, todo, limits=limits, method=base.method, stop=True)
         for result in run.results:
-            if result.outcome == "timeout" and not confirm:
-                return None
+            if result.outcome == "timeout" and result.test:
+                return Verdict(subject, LATE, result.test)
             test = result.test if result.test in todo else todo[0]  # its file may not be importable
             self._verdicts.note(subject.digest, self._suite.key(test), _record(result))
             if result.outcome in KILLS:
                 return self._killed(subject, test, _record(result), reached)
         return Verdict(subject, "survived", reached=tuple(reached))
 
-    def _confirm(self, subject: Subject, base: Baseline) -> Verdict:
+    def _confirmed(self, late: Verdict, base: Baseline) -> Verdict:
         """A test that took too long gets twice the time, with the machine to itself."""
-        verdict = self._judge(subject, base, confirm=True)
-        assert verdict is not None
-        return verdict
+        while late.status == LATE:
+            limits = ((late.test, 2 * base.limits[late.test]),)
+            run = self._run(late.subject, [late.test], limits=limits, method=base.method)
+            for result in run.results[-1:] or [Result(late.test, "passed")]:
+                self._verdicts.note(
+                    late.subject.digest, self._suite.key(late.test), _record(result)
+                )
+            late = self._judge(late.subject, base)  # what is known now decides, or the tests left
+        return late
 
     def _killed(
         self, subject: Subject, test: str, record: dict[str, Any], reached: list[str]

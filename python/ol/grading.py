@@ -15,7 +15,7 @@ from ol.runner import Result
 from ol.workspace import NoRepositoryError, Workspace
 
 RED = "your tests on a right solution"  # what is open where they fail there
-SAMPLE = 24  # mutants that check tries; `mutate` tries all
+SAMPLE = 20  # mutants that check tries; `mutate` tries all
 
 
 @dataclass

@@ -51,6 +51,8 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not hasattr(_inside(), "begin_test"):
+        sys.exit(f"sitecustomize is not the grader's, but {_inside()}")
     preload = sys.argv[1:]
     _warm_up_pytest()
     for name in (*preload, "settle"):
@@ -225,7 +227,7 @@ def _be_the_run(job: dict[str, Any], write: int) -> NoReturn:
 
 def _inside() -> Any:
     """What Python loaded at its start, from the folder that the runner put first on its path."""
-    return sys.modules["sitecustomize"]
+    return sys.modules.get("sitecustomize")
 
 
 def _share_the_fork_server(method: str) -> None:

@@ -7,7 +7,7 @@ import platform
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,7 +130,7 @@ def open_desk(workspace: Workspace, progress: Progress) -> Iterator[Desk]:
     engine = _engine(module)
     with (
         tempfile.TemporaryDirectory(prefix="ol-") as name,
-        Runner([*sorted({"numpy", "pytest", *others}), *same]) as runner,
+        closing(Runner([*sorted({"numpy", "pytest", *others}), *same])) as runner,
     ):
         stage = Stage(Path(name), reference, module.inside)
 

@@ -166,11 +166,12 @@ class Grader:
         while todo := [test for test in base.passed if test not in found]:
             limits = tuple((test, limit) for test in todo)
             run = self._run(subject, todo, limits=limits, method=base.method, library=library)
-            found |= {r.test: r for r in run.results if r.test in todo} or _blame(todo, run)
+            told = {r.test: r for r in run.results if r.test in todo} or _blame(todo, run)
+            for result in told.values():
+                self._note(subject, result)
+            found |= told
             if any(result.outcome == "timeout" for result in run.results):
                 limit = min(limit, LESS)
-        for result in found.values():
-            self._note(subject, result)
         self._verdicts.save()
         return [found[test] for test in base.passed]
 
@@ -290,7 +291,7 @@ class Grader:
     def _run(
         self,
         subject: Subject,
-        tests: Sequence[str] | None,
+        tests: Sequence[str],
         *,
         limits: tuple[tuple[str, float], ...] = (),
         method: str = FORKSERVER,
@@ -309,7 +310,7 @@ class Grader:
                 module=self._module,
                 tests=self._staged,
                 scratch=scratch,
-                chosen=None if tests is None else tuple(tests),
+                chosen=tuple(tests),
                 limits=limits,
                 limit=UNKNOWN,
                 stop=stop,

@@ -34,7 +34,6 @@ class Grade:
     red: RedSuiteError | None = None  # why there is no score
     not_run: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)  # tests that were never the first to notice
-    method: str = ""
     seconds: float = 0.0
     may_show: bool = False  # the learner's own code passes, so that code of ours may be shown
 
@@ -51,7 +50,7 @@ class Grade:
     @property
     def score(self) -> float:
         """Noticed mutants by all that could be."""
-        return sum(v.killed for v in self.mutants) / len(self.mutants) if self.mutants else 0.0
+        return noticed(self.mutants) / len(self.mutants) if self.mutants else 0.0
 
     @property
     def failures(self) -> list[Result]:
@@ -66,8 +65,8 @@ class Grade:
     @property
     def tests_passed(self) -> bool:
         """Whether the learner's tests are good enough."""
-        noticed = bool(self.pitfalls) and all(verdict.killed for verdict in self.pitfalls)
-        return noticed and self.score >= self.module.threshold
+        all_pitfalls = bool(self.pitfalls) and noticed(self.pitfalls) == len(self.pitfalls)
+        return all_pitfalls and self.score >= self.module.threshold
 
     @property
     def passed(self) -> bool:
@@ -83,9 +82,14 @@ class Grade:
         """The figures."""
         return {
             "passed": self.passed,
-            "pitfalls": [sum(v.killed for v in self.pitfalls), len(self.pitfalls)],
-            "mutants": [sum(v.killed for v in self.mutants), len(self.mutants)],
+            "pitfalls": [noticed(self.pitfalls), len(self.pitfalls)],
+            "mutants": [noticed(self.mutants), len(self.mutants)],
         }
+
+
+def noticed(verdicts: list[Verdict]) -> int:
+    """On how many a test failed or did not end."""
+    return sum(verdict.killed for verdict in verdicts)
 
 
 # -- check and mutate ------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ def _baseline(desk: Desk, grade: Grade) -> Baseline | None:
     """The learner's tests on all right solutions; None, and the reason noted, if one fails."""
     try:
         base = desk.own_baseline()
-        grade.own_tests, grade.method = len(base.passed), base.method
+        grade.own_tests = len(base.passed)
         grade.skipped = [t for t, r in base.results.items() if r["outcome"] == "skipped"]
         trials = desk.try_other_solutions(base)
         grade.every = desk.mutants()  # while those run

@@ -20,7 +20,7 @@ from rich.text import Text
 from ol.catalogue import Module
 from ol.desk import RedSuiteError
 from ol.grader import Progress, Verdict
-from ol.grading import Grade
+from ol.grading import Grade, noticed
 from ol.guide import Difference, Hint, Status
 from ol.lint import Finding
 from ol.mutants import Mutant, Pitfall
@@ -103,11 +103,10 @@ def _lines(found: Grade) -> Iterator[tuple[str, str, bool | None]]:
         yield "your tests that were skipped", str(len(found.skipped)), None
     if found.red:
         return
-    killed = sum(v.killed for v in found.pitfalls)
-    good = killed == len(found.pitfalls)
-    yield "pitfalls that your tests notice", f"{killed} of {len(found.pitfalls)}", good
-    noticed, of = sum(v.killed for v in found.mutants), len(found.mutants)
-    told = f"{noticed} of {of} = {found.score:.2f}, needs {found.module.threshold:.2f}"
+    killed, of = noticed(found.pitfalls), len(found.pitfalls)
+    yield "pitfalls that your tests notice", f"{killed} of {of}", killed == of
+    killed, of = noticed(found.mutants), len(found.mutants)
+    told = f"{killed} of {of} = {found.score:.2f}, needs {found.module.threshold:.2f}"
     if of < found.of:
         told += f"\na sample; there are {found.of}"
     yield "mutants that your tests notice", told, found.score >= found.module.threshold

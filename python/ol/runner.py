@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 FORKSERVER, SPAWN = "forkserver", "spawn"
@@ -54,19 +53,18 @@ class Run:
     collected: list[str] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     lines: dict[str, list[int]] = field(default_factory=dict)  # of the judged file, by test
-    left: int = 0  # processes that were still there after the last test
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to do: a suite on a library, or a choice of its tests in a given order."""
+    """One run to do: a choice of a suite's tests, in a given order, on a library."""
 
     library: Path
     judged: Path
     module: str
     tests: Path
     scratch: Path
-    chosen: tuple[str, ...] | None = None  # None: all
+    chosen: tuple[str, ...]
     limits: tuple[tuple[str, float], ...] = ()  # seconds, by test
     limit: float = 30.0  # of tests without one of their own
     stop: bool = False  # at the first failure
@@ -116,7 +114,6 @@ class Worker:
                 run.collected = told["collected"]
             elif "end" in told:
                 _note_events(run, told["events"])
-                run.left = told["left"]
                 return run
             else:
                 run.results.append(_result(told, job))
@@ -161,7 +158,7 @@ def _note_events(run: Run, events: Iterable[dict[str, Any]]) -> None:
 
 
 class Runner:
-    """A few workers, started when there is work, ended with the ``with`` block."""
+    """A few workers, started when there is work, and ended by ``close``."""
 
     def __init__(self, preload: Sequence[str], workers: int = 2) -> None:
         self._preload = preload
@@ -170,17 +167,6 @@ class Runner:
         self._all: list[Worker] = []
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers)
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all workers, and the threads that wait for them."""

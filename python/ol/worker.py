@@ -102,8 +102,8 @@ def _run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         os.close(read)
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        left = _end_all(keep=_helpers(), but=child)
-    yield {"end": True, "left": left, "events": _events(job)}
+        _end_all(keep=_helpers())
+    yield {"end": True, "events": _events(job)}
 
 
 def _watch(job: dict[str, Any], child: int, read: int) -> Iterator[dict[str, Any]]:
@@ -180,19 +180,16 @@ def _helpers() -> set[int | None]:
     return {_fork_server._forkserver_pid, _tracker._pid}
 
 
-def _end_all(keep: Collection[int | None], but: int | None = None) -> int:
-    """Kill all descendants except ``keep``; how many there were besides ``but``."""
-    ended: set[int] = set()
+def _end_all(keep: Collection[int | None]) -> None:
+    """Kill all descendants except ``keep``."""
     while doomed := [p for p in psutil.Process().children(recursive=True) if p.pid not in keep]:
         for process in doomed:
-            ended.add(process.pid)
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         for pid in [p.pid for p in doomed]:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.002)
-    return len(ended - {but})
 
 
 # -- one run, seen from inside ---------------------------------------------------------------------
@@ -242,7 +239,7 @@ class Reporter:
     """A pytest plugin: chooses and orders the tests, and writes what comes of each."""
 
     def __init__(self, job: dict[str, Any], write: int) -> None:
-        self._chosen: list[str] | None = job["chosen"]
+        self._chosen: list[str] = job["chosen"]
         self._write = write
         self._phases: list[pytest.TestReport] = []
 
@@ -260,9 +257,8 @@ class Reporter:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Tell what there is; keep what was chosen, in that order."""
         self.say({"collected": [item.nodeid for item in items]})
-        if self._chosen is not None:
-            by_name = {item.nodeid: item for item in items}
-            items[:] = [by_name[name] for name in self._chosen if name in by_name]
+        by_name = {item.nodeid: item for item in items}
+        items[:] = [by_name[name] for name in self._chosen if name in by_name]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """From here on the test's deadline counts."""

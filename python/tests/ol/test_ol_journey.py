@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -35,9 +37,10 @@ def installed(tmp_path_factory) -> Path:
 class Learner:
     """A repository, and `ol` in it."""
 
-    def __init__(self, folder: Path, installed: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, installed: Path, temporary: Path) -> None:
+        self.folder, self.temporary = folder, temporary
         self._env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(installed), "HOME": str(folder)}
+        self._env["TMPDIR"] = str(self.temporary)
 
     def ol(self, *command: str, code: int = 0) -> str:
         """Run a command; expect its exit code; return what it printed."""
@@ -73,9 +76,10 @@ class Learner:
 
 
 @pytest.fixture
-def learner(tmp_path: Path, installed: Path) -> Learner:
-    """Somebody in an empty folder."""
-    return Learner(tmp_path, installed)
+def learner(tmp_path: Path, installed: Path) -> Iterator[Learner]:
+    """Somebody in an empty folder; temporary files have a short path, for the sake of sockets."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Learner(tmp_path, installed, Path(temporary))
 
 
 def test_from_the_empty_folder_to_the_reference(learner: Learner) -> None:
@@ -184,28 +188,36 @@ def test_a_folder_that_cannot_be_written_is_named(learner: Learner) -> None:
     assert ".ol" in said["error"]
 
 
-def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on(learner: Learner) -> None:
+def test_ctrl_c_leaves_nothing_and_the_next_run_goes_on(learner: Learner) -> None:
     learner.ol("start", "L11.2")
+    interrupted_after(learner, 20)
+    kept = _judged(learner)
+    assert len(kept) >= 20
+    interrupted_after(learner, len(kept) + 20)
+    again = _judged(learner)
+    assert len(again) >= len(kept) + 20
+    # Had they been judged again, their times would be others.
+    assert {subject: again[subject] for subject in kept} == kept
+
+
+def interrupted_after(learner: Learner, judged: int) -> None:
+    """Grade until so many subjects are known, then press Ctrl-C; nothing may be left."""
     run = learner.start("mutate", "L11.2")
-    cache = learner.folder / ".ol/L11.2/own.json"
     patience = time.monotonic() + 60
-    while time.monotonic() < patience and len(_judged(cache)) < 20:
+    while time.monotonic() < patience and len(_judged(learner)) < judged:
         time.sleep(0.1)
     below = psutil.Process(run.pid).children(recursive=True)
     assert len(below) >= 2
+    assert list(learner.temporary.glob("ol-*"))
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=20)
     assert run.returncode == 130
     assert "interrupted; what was judged so far is kept" in said
     _, alive = psutil.wait_procs(below, timeout=5)
     assert alive == []
-    kept = set(_judged(cache))
-    assert len(kept) >= 20
-    assert kept <= set(_judged(cache))
-    assert not list(Path("/tmp").glob(f"ol-*{run.pid}*"))
+    assert list(learner.temporary.glob("ol-*")) == []
 
 
-def _judged(cache: Path) -> dict:
-    if not cache.exists():
-        return {}
-    return dict(json.loads(cache.read_text())["results"])
+def _judged(learner: Learner) -> dict:
+    cache = learner.folder / ".ol/L11.2/own.json"
+    return dict(json.loads(cache.read_text())["results"]) if cache.exists() else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ol.grader import Grader
@@ -83,7 +83,7 @@ def grader(
     (tests / "test_toy.py").write_text(suite)
     stage = Path(tempfile.mkdtemp(dir=folder, prefix="stage-"))
     module = Path("toy/core.py")
-    with runner or Runner(["pytest"], 1) as ours:
+    with closing(runner or Runner(["pytest"], 1)) as ours:
         yield Grader(
             Suite(tests),
             "toy.core",

@@ -39,7 +39,7 @@ def main() -> None:
     microseconds("an operation: lock, number, header, board", operation)
     left.operation("all_reduce", x, redop="sum")
     right.operation("all_reduce", x, redop="sum")
-    right.head = left.head
+    right.call = left.call
     bare_left, bare_right = left._links[1]._socket, right._links[0]._socket
 
     def message(add=None) -> None:

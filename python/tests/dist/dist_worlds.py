@@ -103,20 +103,28 @@ def ring_bytes(world: int, rank: int, n: int, itemsize: int) -> tuple[int, int]:
 def bytes_of(comm: Comm, op: str, n: int, itemsize: int = 8, src: int = 0) -> int:
     """Bytes that this rank sends in a collective on n entries (all_gather: n in all)."""
     reduce_scatter, all_gather = ring_bytes(comm.world, comm.rank, n, itemsize)
-    forwards = (comm.rank + 1) % comm.world != src
-    ring = {
+    if isinstance(comm, ShmComm):  # what it writes for others, once for all who read it
+        return {
+            "all_reduce": shared_bytes(comm, n, itemsize),
+            "reduce_scatter": reduce_scatter,
+            "all_gather": n * itemsize - reduce_scatter,
+            "broadcast": n * itemsize * (comm.rank == src),
+        }[op]
+    return {
         "all_reduce": reduce_scatter + all_gather,
         "reduce_scatter": reduce_scatter,
         "all_gather": all_gather,
-        "broadcast": n * itemsize * forwards,
-    }
-    shared = {  # what it writes for others, once for all of them
-        "all_reduce": n * itemsize,
-        "reduce_scatter": reduce_scatter,
-        "all_gather": n * itemsize - reduce_scatter,
-        "broadcast": n * itemsize * (comm.rank == src),
-    }
-    return (shared if isinstance(comm, ShmComm) else ring)[op]
+        "broadcast": n * itemsize * ((comm.rank + 1) % comm.world != src),
+    }[op]
+
+
+def shared_bytes(comm: ShmComm, n: int, itemsize: int) -> int:
+    """What a rank writes for others in shared memory: all of a small array, or the others' chunks
+    of its own and the sum of its chunk for each of them."""
+    if n * itemsize <= comm._small:
+        return n * itemsize
+    start, stop = chunk_bounds(n, comm.world)[comm.rank]
+    return (n + (comm.world - 2) * (stop - start)) * itemsize
 
 
 def same_bits(comm: Comm, x: np.ndarray) -> bool:

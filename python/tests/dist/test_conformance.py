@@ -265,6 +265,19 @@ def check_refusals(comm: Comm) -> None:
         with pytest.raises(error, match="out="):
             comm.all_reduce(x, out=out)
     assert comm.bytes_sent == before
+    gathered = np.empty(n * world)
+    for out, error in (
+        (np.empty(n * world + 1), ValueError),
+        (np.empty(n * world, "f4"), TypeError),
+        ([0.0] * n * world, TypeError),
+    ):
+        with pytest.raises(error, match="all_gather: out="):
+            comm.all_gather(x, out=out)  # whose size only the others can tell
+        if rank == 0:
+            with pytest.raises(error, match="all_gather: out="):
+                comm.all_gather(x, out=out)
+        else:
+            assert comm.all_gather(x, out=gathered) is gathered
     assert comm.all_reduce(1) == world, "a refused call left something behind"
 
 

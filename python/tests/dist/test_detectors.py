@@ -25,7 +25,7 @@ OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "-c", os.devnull]
 DETECTORS = {
     "the header of a chunk": (
         "port.py",
-        "if not self._scratch.startswith(self.head):",
+        "if not self._scratch.startswith(self.call.head):",
         "if False:",
         "test_desync.py::test_every_rank_learns_that_one_disagrees[another dtype-pipe]",
     ),
@@ -37,13 +37,13 @@ DETECTORS = {
     ),
     "the header of a message that is too short": (
         "port.py",
-        "if partly and not self._scratch.startswith(self.head):",
+        "if partly and not self._scratch.startswith(self.call.head):",
         "if False:",
         "test_port.py::test_a_message_that_is_too_short_is_told_by_its_header",
     ),
-    "the header on a card in shared memory": (
+    "the mark on a card in shared memory": (
         "segment.py",
-        "if memory[card + 8 : card + 8 + size] != head:",
+        "if numbers[its_mark] != mark:",
         "if False:",
         "test_desync.py::test_every_rank_learns_that_one_disagrees[another dtype-shm]",
     ),
@@ -104,8 +104,8 @@ DETECTORS = {
     ),
     "a failed Comm": (
         "port.py",
-        "        if self._failure is not None:\n            self._busy",
-        "        if False:\n            self._busy",
+        "            self.failed(error)\n",
+        "            self.end()\n",
         "test_port.py::test_a_comm_stays_broken_and_says_why",
     ),
     "the limit of an operation": (

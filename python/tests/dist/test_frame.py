@@ -28,7 +28,7 @@ def test_a_header_comes_back(header: Frame) -> None:
     packed = header.pack()
     assert len(packed) == frame.SIZE
     assert frame.unpack(packed) == header
-    frame.number(packed, 5, 6)
+    frame.numbers(packed)[:] = memoryview(np.array([5, 6], "Q"))
     assert frame.unpack(packed) == header._replace(seq=5, nth=6)
 
 

@@ -216,6 +216,28 @@ def test_two_threads_are_refused_as_ever() -> None:
     assert said.startswith("rank 0: barrier was called while calls of another thread are queued")
 
 
+def while_it_is_in_a_call(comm: Comm) -> str:
+    """Another thread's call, queued while the main thread is inside, fails; and that stays."""
+    comm.timeout = 2.0
+    if comm.rank == 1:
+        time.sleep(0.3)
+        comm.barrier()
+        return ""
+    with futures.ThreadPoolExecutor(1) as other:
+        queued = other.submit(lambda: time.sleep(0.1) or nonblocking.barrier(comm).exception(5))
+        comm.barrier()
+        assert "one thread at a time" in str(queued.result())
+    with pytest.raises(CommError) as caught:
+        comm.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_comm_that_breaks_during_a_call_stays_broken(mesh: str) -> None:
+    said, _ = in_threads(2, while_it_is_in_a_call, mesh=MESHES[mesh])
+    assert "barrier on a Comm that is broken since barrier" in said
+
+
 def from_a_callback(comm: Comm, free: threading.Event) -> list[str]:
     said = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from dist_worlds import hang_up, in_threads
 
 from tinyllm.dist import CommError, DesyncError, frame
-from tinyllm.dist.board import Board
-from tinyllm.dist.comm import Comm
+from tinyllm.dist.board import DOING, WRITING, Board
+from tinyllm.dist.comm import Comm, spawn
+from tinyllm.dist.frame import Frame
 
 x = np.arange(6.0)
 
@@ -151,8 +153,8 @@ def refuses(comm: Comm) -> str:
         return ""
     try:
         with comm._port.operation("recv", root=0):
-            frame.number(comm._port.head, 0, 9)  # it waits for the ninth
-            comm._port._slot.enter(comm._port.head)
+            comm._port.call.numbers[frame.NTH] = 9  # it waits for the ninth
+            comm._port._slot.enter(comm._port.call.head)
             comm._port.receive(0)
     except DesyncError as error:
         return str(error)
@@ -182,3 +184,61 @@ def test_the_blame_travels_along_the_ring() -> None:
     ranks = in_threads(5, leaves_one_after_the_other)
     assert [blamed for _, blamed in ranks] == [2, 2, None, 2, 2]
     assert any("; it gave up over rank 2" in said for said, _ in ranks)
+
+
+def is_read_while_it_writes(comm: Comm) -> tuple[int, int]:
+    """Rank 1 writes two headers in turn, rank 0 reads: how often, and how often a mixture."""
+    board, slot, read, mixed = comm._port._board, comm._port._slot, 0, 0
+    heads = [Frame("all_reduce", k, x.dtype, (0, *[k] * 63)).pack() for k in (1, 2)]
+    until = time.monotonic() + 0.7
+    while time.monotonic() < until:
+        if comm.rank == 1:
+            for head in heads:
+                slot.enter(head)
+        else:
+            entry = board.slot(1).read(1)
+            read += 1
+            said = entry.frame and {entry.frame.seq, *entry.frame.shape[1:]}
+            mixed += said not in (None, {1}, {2})
+    slot.enter(heads[0])
+    return read, mixed
+
+
+def test_a_slot_is_not_read_half_written() -> None:
+    (read, mixed), _ = spawn(is_read_while_it_writes, 2, method="forkserver")
+    assert read > 1000 and mixed == 0
+
+
+class Spy:
+    """In a header's place: what stands beside it while it is written."""
+
+    def __init__(self, words: memoryview) -> None:
+        self.words, self.seen = words, []
+
+    def __setitem__(self, where, head) -> None:
+        self.seen.append(self.words[DOING])
+
+
+def is_watched_as_it_writes(comm: Comm) -> list[int]:
+    port, slot = comm._port, comm._port._slot
+    slot.head = port._head = spy = Spy(slot.words)
+    with port.operation("barrier"):
+        pass
+    slot.enter(port.call.head)
+    return spy.seen
+
+
+def test_a_slot_says_that_its_header_is_being_written() -> None:
+    assert in_threads(1, is_watched_as_it_writes) == [[WRITING, WRITING]]
+
+
+def test_who_reads_waits_until_it_is_written() -> None:
+    slot = Board(1).slot(0)
+    before, after = (Frame("all_reduce", k, x.dtype, (k,)).pack() for k in (5, 6))
+    slot.enter(before)
+    slot.words[DOING] = WRITING
+    slot.head[:32] = after[:32]  # the number is new, the shape is not
+    rest = threading.Timer(0.005, slot.enter, [after])
+    rest.start()
+    assert slot.read(0).frame == Frame("all_reduce", 6, x.dtype, (6,))
+    rest.join()

@@ -14,12 +14,12 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import test_conformance
-from dist_worlds import bytes_of, data, ring_sum
+from dist_worlds import bytes_of, data, ring_sum, shared_bytes
 
-from tinyllm.dist import DesyncError, RankDied, RankError, segment
+from tinyllm.dist import CommError, DesyncError, RankDied, RankError, segment, shm
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh, spawn
 from tinyllm.dist.segment import TRAY
-from tinyllm.dist.shm import SMALL, shm_mesh
+from tinyllm.dist.shm import CROWDED, ONE_SHOT, shm_mesh
 
 FIXED = ["f8", "f4", "f2", "c16", "i1", "u8"]
 
@@ -47,23 +47,34 @@ def nothing_is_left_in_memory():
 # -- bits and bytes --------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["crowded", "roomy"])
+def _cores(request, monkeypatch) -> None:
+    """More ranks than cores, or fewer: the ranks wait and add up in other ways."""
+    monkeypatch.setattr(shm, "cores", lambda: 1 if request.param == "crowded" else 64)
+
+
 def edges(world: int) -> list[int]:
     """Entries of 8 bytes at which the way changes, or the number of pieces."""
     piece = TRAY // 8 // world * world
-    return [SMALL // 8, SMALL // 8 + 1, piece, piece + 1, 2 * piece + 1]
+    return [limit // 8 + more for limit in (ONE_SHOT, CROWDED, 8 * piece) for more in (0, 1)]
 
 
 def digest(comm: Comm) -> str:
     """What all operations return, at all edges and in all dtypes that have no padding."""
     seen = sha256()
-    sizes = [(n, "f8") for n in (0, 1, 2, 3, comm.world, 35, *edges(comm.world))]
+    piece = TRAY // 8 // comm.world * comm.world
+    sizes = [(n, "f8") for n in (0, 1, 2, 3, comm.world, 35, *edges(comm.world), 2 * piece + 1)]
     for n, dtype in [*sizes, *((n, dtype) for n in (5, 20_001) for dtype in FIXED)]:
         x = data(comm.rank, n, dtype)
         out = np.empty_like(x)
+        for _ in range(2):  # the second time the kind is known
+            before = comm.bytes_sent
+            seen.update(comm.all_reduce(x, out=out).tobytes())
+            assert comm.bytes_sent - before == bytes_of(comm, "all_reduce", n, x.itemsize)
+            x = np.roll(x, 1)
         before = comm.bytes_sent
-        seen.update(comm.all_reduce(x, out=out).tobytes())
-        assert comm.bytes_sent - before == bytes_of(comm, "all_reduce", n, x.itemsize)
         seen.update(comm.reduce_scatter(x).tobytes())
+        assert comm.bytes_sent - before == bytes_of(comm, "reduce_scatter", n, x.itemsize)
         seen.update(comm.all_gather(x[comm.rank :]).tobytes())
         seen.update(comm.broadcast(x, n % comm.world).tobytes())
         if x.dtype.kind in "fc":
@@ -72,6 +83,7 @@ def digest(comm: Comm) -> str:
     return seen.hexdigest()
 
 
+@pytest.mark.usefixtures("_cores")
 @pytest.mark.parametrize("world", [2, 5])
 def test_the_bits_are_those_of_the_pipes(world: int) -> None:
     assert run(digest, world) == run(digest, world, mesh=pipe_mesh)
@@ -86,34 +98,123 @@ def not_numbers(comm: Comm) -> bytes:
     return b"".join(got)
 
 
-def test_all_ranks_hold_the_same_not_a_numbers() -> None:
-    assert len(set(run(not_numbers, 3))) == 1
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_hold_the_same_not_a_numbers(world: int) -> None:
+    assert len(set(run(not_numbers, world))) == 1
 
 
-def hurried_and_slow(comm: Comm) -> None:
-    """Ranks that dawdle before and after they meet, each at other times."""
-    rng, meet = random.Random(comm.rank), comm._table.meet
+def hurried_and_slow(comm: Comm, seed: int) -> None:
+    """Any operations on any arrays, by ranks that dawdle before and after they meet."""
+    chance, mine, meet = random.Random(seed), random.Random(comm.rank), comm._table.meet
 
     def dawdle(*args) -> None:
-        time.sleep(rng.choice([0, 0, 0, 2e-4]))
+        time.sleep(mine.choice([0, 0, 0, 2e-4]))
         meet(*args)
-        time.sleep(rng.choice([0, 0, 0, 1e-3]))
+        time.sleep(mine.choice([0, 0, 0, 1e-3]))
 
     comm._table.meet = dawdle
-    shared = comm.empty(5000)
-    for step in range(32):
-        n = (3, 300, 5000, TRAY // 8 + 5)[step % 4]
-        parts = [data(rank, n) * step for rank in range(comm.world)]
-        assert np.array_equal(comm.all_reduce(parts[comm.rank]), ring_sum(parts)), step
-        if n == 5000:
-            shared[:] = parts[comm.rank]
-            assert np.array_equal(comm.all_reduce(shared, out=shared), ring_sum(parts)), step
-        everyone = comm.all_gather(parts[comm.rank])
-        assert np.array_equal(everyone, np.concatenate(parts)), step
+    most = TRAY // 8 + 5
+    room = np.empty(2 * most)  # x and out lie in it where chance puts them, and may overlap
+    shared = comm.empty(most)
+    for step in range(60):
+        n = chance.choice([3, 300, 1025, 5000, 30_000, most])
+        parts = [data(rank, n) * (step + 1) for rank in range(comm.world)]
+        at, to = chance.randint(0, most), chance.choice([0, 1, n // 2, most])
+        x, out = room[at : at + n], room[to : to + n]
+        if chance.random() < 0.3:  # on some ranks, or all, symmetric
+            out = shared[:n] if comm.rank >= chance.choice([0, 0, 0, 1]) else out
+            x = chance.choice([x, out])
+        x[:] = parts[comm.rank]
+        kind = chance.choice(["all_reduce"] * 3 + ["reduce_scatter", "all_gather", "broadcast"])
+        if kind == "all_reduce":
+            expected = ring_sum(parts)
+            got = comm.all_reduce(x, out=out)
+            assert got is out
+        elif kind == "reduce_scatter":
+            start, stop = chunk_bounds(n, comm.world)[comm.rank]
+            expected = ring_sum(parts)[start:stop]
+            got = comm.reduce_scatter(x, out=out[: stop - start])
+        elif kind == "all_gather":
+            expected = np.concatenate(parts)
+            got = comm.all_gather(x)
+        else:
+            expected = parts[step % comm.world]
+            got = comm.broadcast(x, step % comm.world, out=out)
+        assert np.array_equal(got, expected), (step, kind, n, at, to)
 
 
-def test_nobody_reads_too_early_or_writes_too_early() -> None:
-    run(hurried_and_slow, 3)
+@pytest.mark.usefixtures("_cores")
+@pytest.mark.parametrize("world", [2, 3])
+def test_nobody_reads_too_early_or_writes_too_early(world: int) -> None:
+    run(hurried_and_slow, world, world)
+
+
+# -- kinds of arrays that were seen before ---------------------------------------------------------
+
+
+def refusals(comm: Comm) -> list[str]:
+    """What is refused is refused also when its kind is known, and breaks nothing."""
+    said = []
+    for n in (10, 20_000):
+        x, out = data(comm.rank, n), np.empty(n)
+        fixed = np.empty(n)
+        fixed.flags.writeable = False
+        wrong = [
+            lambda x=x, fixed=fixed: comm.all_reduce(x, out=fixed),
+            lambda x=x, n=n: comm.all_reduce(x, out=np.empty((1, n))),
+            lambda x=x, n=n: comm.all_reduce(x, out=np.empty(n, "f4")),
+            lambda x=x, out=out: comm.all_reduce(x, ["sum"], out=out),
+            lambda x=x, out=out: comm.all_reduce(x, "max", out=out),
+            lambda x=x, out=out: comm.all_reduce(np.ma.masked_array(x), out=out),
+            lambda x=x, out=out: comm.all_reduce(x, out=np.ma.masked_array(out)),
+            lambda x=x, out=out: comm.all_reduce(x, out=list(out)),
+        ]
+        for _ in range(2):
+            assert comm.all_reduce(x, out=out) is out
+        for call in wrong:
+            with pytest.raises((TypeError, ValueError), match=r"^all_reduce: ") as caught:
+                call()
+            said.append(str(caught.value))
+        parts = [data(rank, n) for rank in range(comm.world)]
+        for to in (np.empty(2 * n)[::2], np.empty(n)):
+            assert np.array_equal(comm.all_reduce(x, out=to), ring_sum(parts))
+        assert np.array_equal(comm.all_reduce(np.repeat(x, 2)[::2], out=out), ring_sum(parts))
+    return said
+
+
+def test_what_is_refused_is_refused_of_known_kinds_too() -> None:
+    assert [len(set(said)) for said in run(refusals, 2)] == [9] * 2  # one names the shape
+
+
+def many_kinds(comm: Comm) -> int:
+    """More than are remembered, all of them right, and the first ones again."""
+    for n in [*range(1, 600), 1, 2, 3]:
+        out = np.empty(n)
+        comm.all_reduce(np.full(n, float(comm.rank + n)), out=out)
+        assert np.array_equal(out, np.full(n, 1 + 2.0 * n)), n
+    ways = (comm._one_shot, comm._two_shot)
+    return max(len(comm._at_hand), *(way.cache_info().currsize for way in ways))
+
+
+def test_not_more_kinds_are_remembered_than_is_said() -> None:
+    assert max(run(many_kinds, 2)) == 256
+
+
+def differs_in_the_end(comm: Comm, n: int) -> str:
+    x, out = np.ones(n), np.ones(n)
+    for _ in range(3):
+        comm.all_reduce(x, out=out)
+    with pytest.raises(DesyncError) as caught:
+        comm.all_reduce(x, "mean" if comm.rank == 2 else "sum", out=out)
+    with pytest.raises(CommError, match=r"broken since all_reduce #4 .* failed"):
+        comm.all_reduce(x, out=out)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("n", [3, 20_000])
+def test_ranks_that_disagree_about_known_kinds_are_told_so(n: int) -> None:
+    for said in run(differs_in_the_end, 3, n):
+        assert f"rank 2: all_reduce #4 (float64[{n}], mean)" in said
 
 
 # -- symmetric arrays ------------------------------------------------------------------------------
@@ -139,10 +240,15 @@ def symmetric(comm: Comm) -> None:
 
 def pushed(comm: Comm, a: np.ndarray) -> int:
     """Bytes that a rank writes for others: all of a small array, or its chunk to each of them."""
-    if a.nbytes <= SMALL:
+    if a.nbytes <= comm._small:
         return a.nbytes
     start, stop = chunk_bounds(a.size, comm.world)[comm.rank]
     return (comm.world - 1) * (stop - start) * a.itemsize
+
+
+def private(comm: Comm, a: np.ndarray) -> int:
+    """The same where it is not symmetric, or not on all ranks."""
+    return shared_bytes(comm, a.size, a.itemsize)
 
 
 @pytest.mark.parametrize("world", [2, 5])
@@ -173,13 +279,15 @@ def views(comm: Comm) -> None:
     comm.all_reduce(a, out=a)
     a[:] = base[comm.rank]
     mine = a if comm.rank else a.copy()
-    assert bytes_for(mine, mine) == a.nbytes and np.array_equal(mine, whole)
+    assert bytes_for(mine, mine) == private(comm, a) and np.array_equal(mine, whole)
     a[:] = base[comm.rank]
     shifted = a[comm.rank : comm.rank + 150]
     expected = ring_sum([base[rank][rank : rank + 150] for rank in range(comm.world)])
-    assert bytes_for(shifted, shifted) == shifted.nbytes and np.array_equal(shifted, expected)
+    assert bytes_for(shifted, shifted) == private(comm, shifted) and np.array_equal(
+        shifted, expected
+    )
     a[:] = base[comm.rank]
-    assert bytes_for(a[:, ::2], a[:, ::2]) == a[:, ::2].nbytes
+    assert bytes_for(a[:, ::2], a[:, ::2]) == private(comm, a[:, ::2])
     assert np.array_equal(a[:, ::2], ring_sum([part[:, ::2].copy() for part in base]))
     b[:] = np.arange(60_000) + comm.rank
     expected = ring_sum([np.arange(50_000.0) + rank for rank in range(comm.world)])
@@ -261,7 +369,7 @@ def _small_files():
 
 @pytest.mark.usefixtures("_small_files")
 def test_a_segment_without_room_is_an_error_at_once() -> None:
-    with pytest.raises(OSError, match="no room for 4,196,864 bytes of shared memory") as caught:
+    with pytest.raises(OSError, match="no room for 6,294,016 bytes of shared memory") as caught:
         run(only_starts, 2)
     assert caught.value.errno == errno.EFBIG
 

@@ -579,7 +579,7 @@ def breaks_off(comm: Comm, how: str) -> str:
     if comm.rank == 0:
         sock = comm._port._links[1]._socket
         with comm._port.operation("all_reduce", x, redop="sum"):
-            sock.sendall(comm._port.head + bytes(100))
+            sock.sendall(comm._port.call.head + bytes(100))
             time.sleep(0.2 if how == "reset" else 0.8)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()

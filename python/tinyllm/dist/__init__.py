@@ -7,7 +7,9 @@
     nonblocking  the collectives again, in futures
     tcp          tcp_mesh: the same over TCP on loopback
     shm          shm_mesh: the same through shared memory
-      segment      that memory, and how the ranks meet in it
+      plans        its ways of all-reduce, prepared once for each kind of array
+      symmetric    arrays that all ranks share
+      segment      the memory, and how the ranks meet in it
     comm         the chapter in code: chunk_bounds, Comm, pipe_mesh, spawn
       launch       start processes, wait for any, end them
         verdict      what went wrong, in words

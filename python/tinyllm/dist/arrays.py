@@ -85,7 +85,7 @@ def delivered(result: Array, out: Array | None) -> Array:
 
 def apart(x: Array, result: Array | None) -> Array:
     """``x``, or a copy of it if it shares memory with ``result`` without being the same array."""
-    if result is None:
+    if result is None or result is x:
         return x
     if np.may_share_memory(x, result) and not _same_memory(x, result):
         return x.copy()

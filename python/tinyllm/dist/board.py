@@ -6,11 +6,12 @@ parent reads all slots, also those of ranks that are stopped or stuck in C.
 
     | alarm | slot 0 | slot 1 | ...
 
-    slot = | version, doing, peer, witness, broken, blamed | header | testimony | sent | received |
+    slot = | doing, peer, witness, broken, blamed | header | testimony | sent | received |
 
 ``header`` is that of the current or the last operation.  ``testimony`` is the header of a message
 that did not belong to it, and ``witness`` the rank that sent it.  ``sent`` and ``received`` count
-messages of send and recv by peer.  The version is odd while the header is being written.
+messages of send and recv by peer.  Beside ``doing`` stands the checksum of the header, without its
+numbers.  While the owner writes the header no checksum fits, and the slot is read again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.reduction import DupFd
@@ -30,8 +32,10 @@ from tinyllm.dist.frame import Frame
 STARTING, RUNNING, INSIDE, RECEIVING, SENDING, RETURNED, FAILED = range(7)
 
 _LINE = 64  # bytes; a cache line, so that ranks do not disturb each other
-_VERSION, _DOING, _PEER, _WITNESS, _BROKEN, _BLAMED = range(6)
-_READS = 100  # tries to read a slot between two writes of its owner
+DOING, _PEER, _WITNESS, _BROKEN, _BLAMED = range(5)  # where they stand among a slot's words
+_KINDS = 8  # bits that ``doing`` takes; the checksum takes 32 above them
+WRITING = INSIDE | 1 << 62  # which no checksum fits
+_LOOKS, _NAP = 600, 30  # at a slot while its owner writes, and between which to sleep
 
 
 class Entry(NamedTuple):
@@ -40,7 +44,6 @@ class Entry(NamedTuple):
     rank: int
     doing: int
     peer: int = -1
-    version: int = 0
     frame: Frame | None = None  # of the current or the last operation
     testimony: tuple[int, Frame] | None = None  # who sent what this rank could not use
     sent: tuple[int, ...] = ()  # messages of send, by destination
@@ -83,61 +86,66 @@ class Entry(NamedTuple):
         return f"rank {self.rank} {words[self.doing]}"
 
 
+def stamp(doing: int, head: bytes | bytearray) -> int:
+    """What a rank does, and the checksum of the header of the operation."""
+    return doing | frame.checksum(head) << _KINDS
+
+
 class Slot:
     """One rank's place on the board, as that rank writes it."""
 
     def __init__(self, memory: memoryview, world: int) -> None:
-        self._words = memory[:_LINE].cast("q")
-        self._head = memory[_LINE : _LINE + frame.SIZE]
+        self.words = memory[:_LINE].cast("q")
+        self.head = memory[_LINE : _LINE + frame.SIZE]
         self._testimony = memory[_LINE + frame.SIZE : _LINE + 2 * frame.SIZE]
         counts = memory[_LINE + 2 * frame.SIZE :].cast("Q")
         self.sent = counts[:world]
         self.received = counts[world : 2 * world]
 
     def enter(self, head: bytearray) -> None:
-        """The rank begins the operation that ``head`` describes."""
-        words = self._words
-        version = words[_VERSION]
-        words[_VERSION] = version + 1
-        self._head[:] = head
-        words[_DOING] = INSIDE
-        words[_VERSION] = version + 2
+        """The rank begins the operation that ``head`` describes; Port does this by itself."""
+        begun = stamp(INSIDE, head)
+        self.words[DOING] = WRITING
+        self.head[:] = head
+        self.words[DOING] = begun
+
+    def forget(self) -> None:
+        """As if there had been no operation yet."""
+        self.words[DOING] = RUNNING
 
     def mark(self, doing: int, peer: int = -1) -> None:
         """What the rank does now; ``peer`` is whom it waits for."""
-        self._words[_PEER] = peer
-        self._words[_DOING] = doing
-        self._words[_VERSION] += 2
-
-    def leave(self) -> None:
-        """The rank is done with the operation."""
-        self._words[_DOING] = RUNNING
+        self.words[_PEER] = peer
+        self.words[DOING] = self.words[DOING] >> _KINDS << _KINDS | doing
 
     def fail(self, blamed: int | None) -> None:
         """The operation failed, over ``blamed``: no later message of this rank can be trusted."""
-        self._words[_BLAMED] = 0 if blamed is None else blamed + 1
-        self._words[_BROKEN] = 1
+        self.words[_BLAMED] = 0 if blamed is None else blamed + 1
+        self.words[_BROKEN] = 1
         self.mark(FAILED)
 
     def testify(self, witness: int, head: bytes) -> None:
         """A message of ``witness`` did not belong to the rank's operation; this was its header."""
         self._testimony[:] = head
-        self._words[_WITNESS] = witness + 1
+        self.words[_WITNESS] = witness + 1
 
     def read(self, rank: int) -> Entry:
-        """What the slot says; between two writes of its owner."""
-        for _ in range(_READS):
-            version, doing, peer, witness, broken, blamed = self._words[:6]
-            head = bytes(self._head)
-            if version % 2 == 0 and version == self._words[_VERSION]:
+        """What the slot says, and not half of it."""
+        for look in range(1, _LOOKS):
+            word, peer, witness, broken, blamed, *_ = self.words
+            head, again = bytes(self.head), (bytes(self.head), self.words[DOING])
+            doing = word & (1 << _KINDS) - 1
+            whole = word in (doing, stamp(doing, head))  # the former: no operation yet
+            if whole and again == (head, word):
                 break
+            if look % _NAP == 0:  # perhaps it was interrupted
+                time.sleep(1e-3)
         told = (witness - 1, frame.unpack(self._testimony)) if witness else None
         return Entry(
             rank,
             doing,
             peer,
-            version,
-            frame.unpack(head) if any(head[:4]) else None,
+            frame.unpack(head) if word != doing else None,
             told,
             tuple(self.sent),
             tuple(self.received),

@@ -9,7 +9,6 @@ message can be trusted.
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ import numpy as np
 from tinyllm.dist import board as boards
 from tinyllm.dist import diagnosis, frame
 from tinyllm.dist.arrays import Array
-from tinyllm.dist.board import Board, Entry
+from tinyllm.dist.board import DOING, INSIDE, RUNNING, WRITING, Board, Entry, stamp
 from tinyllm.dist.errors import CommError, CommTimeout, DesyncError, PeerLost
-from tinyllm.dist.frame import Frame
+from tinyllm.dist.frame import NTH, SEQ, Frame
 from tinyllm.dist.link import GLANCE, Channel, Link
 
 Room = Callable[[tuple[int, ...], np.dtype[Any]], Array]
@@ -74,14 +73,17 @@ class Call:
     """An operation on arrays of one kind: its header, packed once, and how its messages travel."""
 
     def __init__(self, what: Frame) -> None:
-        self.op, self.root = what.op, what.root
+        self.what, self.op, self.root = what, what.op, what.root
         self.head = what.pack()
-        self.size = what.size  # bytes of the header that say something
+        self.numbers = frame.numbers(self.head)  # written anew for each call
+        self.begun, self.done = stamp(INSIDE, self.head), stamp(RUNNING, self.head)
         self.counts = not what.is_collective  # messages per peer, not collectives
         self.whole = what.op in _FREE
         self.chunked = what.dtype is not None and not self.whole
         free = what.dtype is None or what.op == "all_gather"
         self.free = _FREE.get(what.op, ()) if free else ()
+        fields = {field: Frame._field_defaults[field] for field in _FREE.get(what.op, ())}
+        self.mark = what._replace(**fields).digest  # what the headers of all ranks have in common
 
 
 class Port:
@@ -100,15 +102,15 @@ class Port:
         self._board = board
         self._alarm = board.alarm()
         self._slot = board.slot(rank)
-        self._seq = 0  # collectives begun
+        self._words, self._head = self._slot.words, self._slot.head
+        self.seq = 0  # collectives begun
         self._scratch = bytearray(frame.SIZE + PIECE)  # a header, and a piece of payload to add
         self._memory = memoryview(self._scratch)
         self._head_in = self._memory[: frame.SIZE]
         self._pieces: dict[np.dtype[Any], Array] = {}  # the scratch's payload, by dtype
         self._calls: dict[tuple[Any, ...], Call] = {}
         self.call = Call(Frame("barrier", 0))
-        self.head = self.call.head
-        self._busy = threading.Lock()
+        self._inside = False  # an operation; for ever, once one has failed
         self._failure: BaseException | None = None
         self._failed = ""  # what failed first
 
@@ -138,38 +140,36 @@ class Port:
         """Begin an operation whose ``Call`` is at hand."""
         if self.queue is not None:
             self.queue.give_way(call.op)
-        if not self._busy.acquire(False):
-            raise self._is_busy(call.op)
-        if self._failure is not None:
-            self._busy.release()
-            raise self._is_broken(call.op) from self._failure
-        nth = 0
+        if self._inside:
+            raise self._refuses(call.op) from self._failure
+        self._inside = True  # between these lines the interpreter lets no other thread run
+        self.call = call
         if call.counts:
             counts = self._slot.sent if call.op == "send" else self._slot.received
-            nth = counts[call.root] = counts[call.root] + 1
+            call.numbers[NTH] = counts[call.root] = counts[call.root] + 1
         else:
-            self._seq += 1
-        self.call, self.head = call, call.head
-        frame.number(call.head, self._seq, nth)
-        self._slot.enter(call.head)
+            self.seq += 1
+        call.numbers[SEQ] = self.seq
+        self._words[DOING] = WRITING  # as Slot.enter does
+        self._head[:] = call.head
+        self._words[DOING] = call.begun
         self._since = 0.0  # when the operation began to wait, if it did
         if self._alarm[0]:
             error = self._desync(f"rank {self.rank} calls {self._frame}")
-            self.__exit__(DesyncError, error, None)
+            self.failed(error)
             raise error
         return self
 
     @property
     def _frame(self) -> Frame:
-        return frame.unpack(self.head)
+        return frame.unpack(self.call.head)
 
-    def _is_busy(self, op: str) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self.rank}: {op} was called while another thread is in {self._frame};"
-            " a Comm serves one thread at a time"
-        )
-
-    def _is_broken(self, op: str) -> CommError:
+    def _refuses(self, op: str) -> RuntimeError:
+        if self._failure is None:
+            return RuntimeError(
+                f"rank {self.rank}: {op} was called while another thread is in {self._frame};"
+                " a Comm serves one thread at a time"
+            )
         return CommError(
             f"rank {self.rank}: {op} on a Comm that is broken since {self._failed} failed:"
             f" {self._failure}",
@@ -187,13 +187,23 @@ class Port:
         traceback: TracebackType | None,
     ) -> None:
         if error is None:
-            self._slot.leave()
+            self.end()
         else:
-            self.fail(error, str(self._frame))
-        self._busy.release()
+            self.failed(error)
+
+    def end(self) -> None:
+        """The operation is done."""
+        if self._failure is None:  # else it came from another thread, and stays
+            self._words[DOING] = self.call.done
+            self._inside = False
+
+    def failed(self, error: BaseException) -> None:
+        """The operation is not done, and no later one will be."""
+        self.fail(error, str(self._frame))
 
     def fail(self, error: BaseException, what: str) -> None:
         """Let every later operation fail, too, because ``what`` did."""
+        self._inside = True
         if self._failure is None:
             self._failure, self._failed = error, what
             self._slot.fail(getattr(error, "rank", None))
@@ -211,7 +221,7 @@ class Port:
         """
         if self.call.chunked and not x.size:
             return
-        head = self.head
+        head = self.call.head
         if self.call.whole:
             head = self._frame._replace(dtype=x.dtype, shape=x.shape).pack()
             x = x.reshape(-1)
@@ -233,7 +243,7 @@ class Port:
             return into
         if add is None:
             link.recv_into(frame.SIZE + into.nbytes, self._head_in, into)
-            if not self._scratch.startswith(self.head):
+            if not self._scratch.startswith(self.call.head):
                 raise self._refusal(src)
         else:
             self._receive_sum(src, link, into, add)
@@ -250,7 +260,7 @@ class Port:
         stop = n if n < size else size
         end = frame.SIZE + stop * into.itemsize  # the header comes along with the first piece
         link.recv_into(end, self._memory[:end])
-        if not self._scratch.startswith(self.head):
+        if not self._scratch.startswith(self.call.head):
             raise self._refusal(src)
         if stop == n:  # often that is all
             np.add(pieces[:n], add, out=into)
@@ -275,24 +285,33 @@ class Port:
 
     def nod(self, peer: int) -> None:
         """Send the operation's header, and nothing else."""
-        self._links[peer].send(self.head, _NOTHING)
+        self._links[peer].send(self.call.head, _NOTHING)
 
     def await_nod(self, peer: int) -> None:
         """Wait for the header that ``nod`` sends."""
         self._links[peer].recv_into(frame.SIZE, self._head_in)
-        if not self._scratch.startswith(self.head):
+        if not self._scratch.startswith(self.call.head):
             self._agreed(peer)
 
-    def agree(self, peer: int, head: bytes) -> None:
-        """DesyncError unless ``head``, which ``peer`` shows, belongs to the call we are in."""
-        self._head_in[:] = head.ljust(frame.SIZE, b"\0")
-        self._agreed(peer)
+    def agree(self, peer: int, head: bytes) -> Frame:
+        """What ``peer`` shows; DesyncError unless it belongs to the call we are in."""
+        if head == self.call.head:
+            return self.call.what
+        self._head_in[:] = head
+        return self._agreed(peer)
+
+    def disagree(self, peer: int) -> None:
+        """Raise the DesyncError: ``peer`` is in another call, as it says on the board."""
+        theirs = self._board.read()[peer].frame
+        assert theirs
+        self._head_in[:] = theirs.pack()
+        raise self._refusal(peer)
 
     def hand_out(self, fd: int) -> int:
         """Rank 0's descriptor ``fd`` on all ranks, each with one of its own."""
         if self.rank == 0:
             for link in filter(None, self._links):
-                link.send_descriptor(self.head, fd)
+                link.send_descriptor(self.call.head, fd)
             return fd
         head, fd = self._links[0].recv_descriptor(frame.SIZE)
         self.agree(0, head)
@@ -344,7 +363,7 @@ class Port:
         """A link moved nothing for a while: say so on the board, and look whether all is well."""
         self._slot.mark(boards.SENDING if sending else boards.RECEIVING, peer)
         partly = not sending and not self.call.whole and done >= frame.SIZE
-        if partly and not self._scratch.startswith(self.head):
+        if partly and not self._scratch.startswith(self.call.head):
             raise self._refusal(peer)  # it may be shorter than ours, and the rest will not come
         entries = self._board.read()
         if self._alarm[0] or diagnosis.dispute(entries):

@@ -45,7 +45,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tinyllm.dist import board as boards
-from tinyllm.dist import frame
 from tinyllm.dist.board import Board, Slot
 from tinyllm.dist.comm import Comm
 from tinyllm.dist.errors import CommTimeout, DesyncError, PeerLost
@@ -200,7 +199,7 @@ class _Rendezvous:
                 talk.socket.close()
             self._selector.close()
             self._end.listener.close()
-        self._slot.enter(bytearray(frame.SIZE))  # as if there had been no operation yet
+        self._slot.forget()
         return self._links
 
     def _meet(self) -> None:

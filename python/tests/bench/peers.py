@@ -309,7 +309,7 @@ def head(rounds: int, plan: Plan) -> str:
     ]
     if not where.quiet:
         lines.append(
-            f"Load {where.load}: others are at work here; it hits most whoever spins (MPI)."
+            f"Load {where.load}: others are at work here, which costs some more than others."
         )
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """all_reduce beside the least that a ring can be, in turn and in one run.
 
-    python python/tests/bench/ring_peers.py [--world 2 4] [--rounds 9]
+    python python/tests/bench/ring_peers.py [--mesh pipe] [--world 2 4] [--rounds 9]
 
 Peers, all of them even/odd rings, the bare ones over the very sockets that the Comm uses:
 
@@ -18,13 +18,16 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from tinyllm.dist import tcp_mesh
 from tinyllm.dist.comm import Comm, chunk_bounds, pipe_mesh, spawn
 from tinyllm.dist.port import Ends
 
+MESHES = {"pipe": pipe_mesh, "tcp": tcp_mesh}
 SIZES = [8, 64, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20]
 
 
@@ -90,24 +93,28 @@ class PickleRing(BareRing):
 
 
 @dataclass
-class TwoMeshes(Ends):
-    """The Comm's pipes, and as many plain ones for the ring that pickles."""
+class TwoMeshes:
+    """The Comm's own channels, and as many plain pipes for the ring that pickles."""
 
-    plain: list[Connection | None]
+    ours: Any  # its Ends
+    plain: Ends
+
+    @property
+    def rank(self) -> int:
+        return self.plain.rank
 
     def open(self, board):
-        comm = super().open(board)
-        comm.plain = self.plain
+        comm = self.ours.open(board)
+        comm.plain = self.plain.channels
         return comm
 
     def close(self):
-        super().close()
-        Ends(self.rank, self.plain, None).close()
+        self.ours.close()
+        self.plain.close()
 
 
-def two_meshes(world: int) -> list[TwoMeshes]:
-    pairs = zip(pipe_mesh(world), pipe_mesh(world), strict=True)
-    return [TwoMeshes(ours.rank, ours.channels, ours.comm, plain.channels) for ours, plain in pairs]
+def two_meshes(world: int, mesh) -> list[TwoMeshes]:
+    return list(map(TwoMeshes, mesh(world), pipe_mesh(world)))
 
 
 def measure(comm: Comm, size: int, rounds: int) -> dict[str, list[float]]:
@@ -140,11 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mesh", choices=MESHES, default="pipe")
     options = parser.parse_args()
+    mesh = partial(two_meshes, mesh=MESHES[options.mesh])
     print(f"{'world':>5} {'bytes':>11} {'ours µs':>10}  vs bare+add   vs bare   pickle/ours")
     for world in options.world:
         for size in SIZES:
-            ranks = spawn(measure, world, size, options.rounds, timeout=None, mesh=two_meshes)
+            ranks = spawn(measure, world, size, options.rounds, timeout=None, mesh=mesh)
             medians = {
                 name: statistics.median(map(max, zip(*(rank[name] for rank in ranks), strict=True)))
                 for name in ranks[0]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import peers
 import pytest
+import shm_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -534,3 +535,15 @@ def test_settings_of_open_mpi_depend_on_the_cores(monkeypatch, tmp_path):
         (command,) = peers.commands("openmpi", world, plan, "folder")
         assert ("--oversubscribe" not in command) is few
         assert ("OMPI_MCA_mpi_yield_when_idle" not in peers.environment("openmpi", world)) is few
+
+
+# -- the profile -----------------------------------------------------------------------------------
+
+
+def test_the_profile_can_still_look_inside() -> None:
+    for size in (8, 1 << 16):
+        for symmetric in (False, True):
+            assert 0 < shm_profile.bare(size, symmetric) < 1e5
+            assert 0 < shm_profile.alone(size, symmetric) < 1e5
+    times = dict(shm_profile.parts())
+    assert list(times) == list(shm_profile.PARTS) and min(times.values()) > 0

@@ -21,6 +21,7 @@ from tinyllm.dist import Comm
 from tinyllm.progress import Bar
 
 WARM_UP = 2  # turns that are compared, but not timed
+SETTLE = 0.3  # seconds at the start that do not count: systems take time to spread ranks over cores
 FEWEST = 5  # turns, however long they take
 COPY_SHARE = 0.1  # of the seconds of a row, for the memcpy beside it
 PATIENCE = 60.0  # seconds that an operation may wait for a peer
@@ -54,6 +55,8 @@ def measure_rank(
     places = (False, True) if make.in_place_too else (False,)
     bar = Bar(label, len(counts) * len(places), "rows", wanted=bool(label) and comm.rank == 0)
     logs, rows = [], 0
+    if counts:
+        timed(make(comm, kind, counts[0]), min(SETTLE, 3 * seconds))
     for count in counts:
         samples = []
         for in_place in places:

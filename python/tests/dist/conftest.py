@@ -27,6 +27,12 @@ def descriptors() -> list[str]:
     return sorted(os.path.realpath(link) for link in links if os.path.exists(link))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_other_modules_left():
+    """Collect it before the first test counts, or it is missed after that test."""
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request):
     resource_tracker.ensure_running()  # its descriptor is its own, and stays

@@ -233,7 +233,8 @@ def test_a_slot_says_that_its_header_is_being_written() -> None:
 
 
 def test_who_reads_waits_until_it_is_written() -> None:
-    slot = Board(1).slot(0)
+    board = Board(1)
+    slot = board.slot(0)
     before, after = (Frame("all_reduce", k, x.dtype, (k,)).pack() for k in (5, 6))
     slot.enter(before)
     slot.words[DOING] = WRITING
@@ -242,3 +243,4 @@ def test_who_reads_waits_until_it_is_written() -> None:
     rest.start()
     assert slot.read(0).frame == Frame("all_reduce", 6, x.dtype, (6,))
     rest.join()
+    board.close()

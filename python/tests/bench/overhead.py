@@ -36,7 +36,7 @@ def main() -> None:
         with left.operation("all_reduce", x, redop="sum"):
             pass
 
-    microseconds("an operation: lock, number, header, board", operation)
+    microseconds("an operation: number, header, board", operation)
     left.operation("all_reduce", x, redop="sum")
     right.operation("all_reduce", x, redop="sum")
     right.call = left.call

@@ -254,6 +254,13 @@ def check_refusals(comm: Comm) -> None:
             comm.send(x, other)
         with pytest.raises(ValueError, match=f"rank {rank}: recv: src={other}"):
             comm.recv(other)
+    assert comm.bytes_sent == before
+    assert comm.all_reduce(1) == world, "a refused call left something behind"
+
+
+def check_refusals_of_out(comm: Comm) -> None:
+    before, n = comm.bytes_sent, 4
+    x = data(comm.rank, n)
     for out, error in (
         (np.empty(n + 1), ValueError),
         (np.empty((n, 1)), ValueError),
@@ -265,20 +272,21 @@ def check_refusals(comm: Comm) -> None:
         with pytest.raises(error, match="out="):
             comm.all_reduce(x, out=out)
     assert comm.bytes_sent == before
-    gathered = np.empty(n * world)
+    size = n * comm.world
+    gathered = np.empty(size)
     for out, error in (
-        (np.empty(n * world + 1), ValueError),
-        (np.empty(n * world, "f4"), TypeError),
-        ([0.0] * n * world, TypeError),
+        (np.empty(size + 1), ValueError),
+        (np.empty(size, "f4"), TypeError),
+        ([0.0] * size, TypeError),
     ):
         with pytest.raises(error, match="all_gather: out="):
             comm.all_gather(x, out=out)  # whose size only the others can tell
-        if rank == 0:
+        if comm.rank == 0:
             with pytest.raises(error, match="all_gather: out="):
                 comm.all_gather(x, out=out)
         else:
             assert comm.all_gather(x, out=gathered) is gathered
-    assert comm.all_reduce(1) == world, "a refused call left something behind"
+    assert comm.all_reduce(1) == comm.world, "a refused call left something behind"
 
 
 def check_barrier(comm: Comm) -> None:

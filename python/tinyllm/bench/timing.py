@@ -55,8 +55,7 @@ def measure_rank(
     places = (False, True) if make.in_place_too else (False,)
     bar = Bar(label, len(counts) * len(places), "rows", wanted=bool(label) and comm.rank == 0)
     logs, rows = [], 0
-    if counts:
-        timed(make(comm, kind, counts[0]), min(SETTLE, 3 * seconds))
+    timed(make(comm, kind, counts[0]), min(SETTLE, 3 * seconds))
     for count in counts:
         samples = []
         for in_place in places:

@@ -76,14 +76,15 @@ class Call:
         self.what, self.op, self.root = what, what.op, what.root
         self.head = what.pack()
         self.numbers = frame.numbers(self.head)  # written anew for each call
-        self.begun, self.done = stamp(INSIDE, self.head), stamp(RUNNING, self.head)
+        kind = stamp(0, self.head)
+        self.begun, self.done = kind | INSIDE, kind | RUNNING
         self.counts = not what.is_collective  # messages per peer, not collectives
         self.whole = what.op in _FREE
         self.chunked = what.dtype is not None and not self.whole
-        free = what.dtype is None or what.op == "all_gather"
-        self.free = _FREE.get(what.op, ()) if free else ()
-        fields = {field: Frame._field_defaults[field] for field in _FREE.get(what.op, ())}
-        self.mark = what._replace(**fields).digest  # what the headers of all ranks have in common
+        fields = _FREE.get(what.op, ())
+        self.free = fields if what.dtype is None or what.op == "all_gather" else ()
+        unknown = {field: Frame._field_defaults[field] for field in fields}
+        self.mark = what._replace(**unknown).digest  # what the headers of all ranks have in common
 
 
 class Port:
@@ -300,12 +301,12 @@ class Port:
         self._head_in[:] = head
         return self._agreed(peer)
 
-    def disagree(self, peer: int) -> None:
-        """Raise the DesyncError: ``peer`` is in another call, as it says on the board."""
+    def disagreement(self, peer: int) -> DesyncError:
+        """The error to raise: ``peer`` is in another call, as it says on the board."""
         theirs = self._board.read()[peer].frame
         assert theirs
         self._head_in[:] = theirs.pack()
-        raise self._refusal(peer)
+        return self._refusal(peer)
 
     def hand_out(self, fd: int) -> int:
         """Rank 0's descriptor ``fd`` on all ranks, each with one of its own."""

@@ -179,7 +179,7 @@ class Table:
             if numbers[card] < turn:
                 self._await(card, peer, turn)
             if numbers[its_mark] != mark:
-                port.disagree(peer)
+                raise port.disagreement(peer)
         self.turn = turn + 1
 
     def tell(self, word: int) -> list[int]:

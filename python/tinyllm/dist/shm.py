@@ -19,7 +19,6 @@ then p - 1 times that chunk; push only the latter.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -128,13 +127,14 @@ class ShmComm(Comm):
         """Return all ranks' ``x``, each flat, one after the other; see Comm.all_gather."""
         x = arrays.numeric(x, "all_gather")
         mine = arrays.apart(x, out).reshape(-1)
-        step = TRAY // x.itemsize
+        step, refusal = TRAY // x.itemsize, None
         with self._port.operation("all_gather", x):
             self._lay(mine[:step])
             sizes = self._table.tell(mine.size)
-            result = np.empty(sum(sizes), x.dtype)
-            with suppress(TypeError, ValueError):  # a wrong out= is no reason to leave the others
-                result = arrays.result("all_gather", result.shape, x.dtype, out)
+            try:
+                result = arrays.result("all_gather", (sum(sizes),), x.dtype, out)
+            except (TypeError, ValueError) as error:  # which is no reason to leave the others
+                result, refusal = np.empty(sum(sizes), x.dtype), error
             edges = list(accumulate(sizes, initial=0))
             result[edges[self.rank] : edges[self.rank + 1]] = mine
             for at in range(0, max(sizes), step):
@@ -143,7 +143,8 @@ class ShmComm(Comm):
                     self._table.meet()
                 for peer in self._table.peers:
                     self._take(result[edges[peer] + at : edges[peer + 1]][:step], peer)
-        arrays.result("all_gather", result.shape, x.dtype, out)
+        if refusal:
+            raise refusal
         return arrays.delivered(result, out)
 
     def broadcast(self, x: ArrayLike | None, src: int, *, out: Array | None = None) -> Array:
